@@ -36,7 +36,6 @@ from hf_linear_attention.training.data.file_checks import (
 )
 from hf_linear_attention.training.data.packing import IGNORED, Examples, Part, shorten
 from hf_linear_attention.training.data.processors import load_processor, pad_token_id, sequence_length
-from hf_linear_attention.training.evaluation.libraries import missing_library, needs
 from hf_linear_attention.training.recipe import (
     DataArguments,
     ModelArguments,
@@ -46,7 +45,8 @@ from hf_linear_attention.training.recipe import (
     RunArguments,
     TaskArguments,
 )
-from hf_linear_attention.training.recipe_parser import FILE_TYPES, fill_defaults
+from hf_linear_attention.training.recipe_parser import fill_defaults
+from hf_linear_attention.training.tasks import missing_library, needs
 
 
 if TYPE_CHECKING:
@@ -136,8 +136,8 @@ def check_text_file(option: str, path: str, columns: Sequence[str] = ("text",), 
     Raises:
         UsageError: if it is not.
     """
-    if not Path(path).is_file() or Path(path).suffix not in FILE_TYPES:
-        raise UsageError(f"`--{option}` = {path!r}: give a file named *" + ", *".join(FILE_TYPES))
+    if not Path(path).is_file() or Path(path).suffix not in SUFFIXES:
+        raise UsageError(f"`--{option}` = {path!r}: give a file named *" + ", *".join(SUFFIXES))
     try:
         check_data_file(path, dict.fromkeys(columns), instead)
     except UsageError as error:

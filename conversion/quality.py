@@ -67,8 +67,13 @@ from hf_linear_attention.training.evaluation.embeddings import (
     retrieval_test,
     with_teacher,
 )
-from hf_linear_attention.training.evaluation.generation_figures import continued, generation_figures
-from hf_linear_attention.training.evaluation.retention import SeparateWindows, Settings, TokenFigures
+from hf_linear_attention.training.evaluation.retention import (
+    Settings,
+    TokenFigures,
+    continued,
+    generation_figures,
+    separate_windows,
+)
 from hf_linear_attention.training.losses.teacher import learned_positions, windows_for
 from hf_linear_attention.training.models import load_student, load_teacher
 from hf_linear_attention.training.recipe import Recipe, parse_dims
@@ -489,7 +494,7 @@ def _positions(
     """The nats per token of all models by position, in windows that are longer than the trained length."""
     trained_length = trained_length_of(teacher, student, text)
     length, ended_by = window_length(teacher, trained_length, text)
-    windows = SeparateWindows(retention.running_text(text.examples), max(length, 2), text.bos_token_id)
+    windows = separate_windows(retention.running_text(text.examples), max(length, 2), text.bos_token_id)
     facts = {"trained_length": trained_length, "length": length, "ended_by": ended_by, "windows": len(windows)}
     if len(windows) == 0:
         return {**facts, "buckets": []}

@@ -18,7 +18,7 @@ from hf_linear_attention.conversion import commands, serve
 from hf_linear_attention.features.maps import FEATURE_MAPS
 from hf_linear_attention.features.random_maps import RANDOM_FEATURES
 from hf_linear_attention.mechanisms.registry import MECHANISMS
-from hf_linear_attention.training.losses.combined_loss import OBJECTIVES
+from hf_linear_attention.training.losses.objectives import OBJECTIVES
 from hf_linear_attention.training.tasks import TASKS
 
 

@@ -1,6 +1,6 @@
 """A run's models and evaluation, and its training loop: it accumulates gradients, steps, logs, evaluates and saves.
 
-The gradients do not depend on the number of processes, nor on how a step is divided into batches (`combined_loss.py`).
+The gradients do not depend on the number of processes, nor on how a step is divided into batches (`objectives.py`).
 So the loop counts the units of all batches of a step before the first backward pass, which `Accelerator.accumulate`
 cannot do: it sees one batch at a time, and divides each loss by their number.
 """
@@ -13,10 +13,9 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -29,8 +28,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 from hf_linear_attention._common.errors import TerminatedError, TrainingError
 from hf_linear_attention.training.checkpoints import Checkpointer, TrainedParameters, TrainingState
-from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, count_units, loader
-from hf_linear_attention.training.data.inputs import TrainInputs
+from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, TrainInputs, count_units, loader
 from hf_linear_attention.training.data.processors import Processor, tokenizer_of
 from hf_linear_attention.training.distributed import (
     engine_of,
@@ -42,8 +40,7 @@ from hf_linear_attention.training.distributed import (
 )
 from hf_linear_attention.training.evaluation.embeddings import EmbeddingEvaluator, RetrievalTest
 from hf_linear_attention.training.evaluation.evaluator import Evaluator, Generation, Selection
-from hf_linear_attention.training.losses.combined_loss import LOSS, StudentWithObjectives, TransferLayers
-from hf_linear_attention.training.losses.objectives import Objective
+from hf_linear_attention.training.losses.objectives import LOSS, Objective, StudentWithObjectives
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.losses.teacher_cache import CachedTeacher, HiddenStates, Kind, Logits, open_cache
 from hf_linear_attention.training.models import freeze, parameter_groups
@@ -130,7 +127,7 @@ class TrainingLoop:
     def __init__(self, context: RunContext, inputs: TrainInputs, objectives: Objectives) -> None:
         self.context, self.accelerator, self.run = context, context.accelerator, context.recipe.run
         self.inputs, self.objectives = inputs, objectives
-        self.selection, self.termination = Selection(context.recipe), Termination()
+        self.selection, self.termination = Selection(context.recipe), threading.Event()
         self.total_steps = inputs.total_steps()
         inputs.warn_of_repetition(self.total_steps)
         self._prepare()
@@ -150,13 +147,11 @@ class TrainingLoop:
         warmup = math.ceil(optimization.warmup_ratio * self.total_steps)
         # The scheduler is not prepared, because accelerate would advance it once per process.
         self.scheduler = get_scheduler(optimization.lr_scheduler_type, optimizer, warmup, self.total_steps)
-        is_sharded = accelerator.is_fsdp2 or uses_deepspeed(accelerator)
-        transfer = TransferLayers(student, is_sharded)
         self.cached = cached_teacher(context, self.inputs, self.objectives)
         layers, note = hidden_layers_of(recipe, self.objectives), None
         if self.cached is not None and self.cached.teacher is None:
             note, layers = self.cached.note, _kept_layers(recipe)
-        module = StudentWithObjectives(student, self.objectives, layers, transfer, note)
+        module = StudentWithObjectives(student, self.objectives, layers, note)
         # The student needs no device placement, because it is on its device already.
         if uses_deepspeed(accelerator):
             wrapped, self.optimizer = prepare_zero(accelerator, student, module, optimizer)
@@ -197,7 +192,7 @@ class TrainingLoop:
         self._restart_clock()
         quiet = not self.accelerator.is_main_process
         progress = tqdm(total=self.total_steps, initial=self.state.step, disable=quiet, desc="training")
-        with progress, self.termination:
+        with progress, sigterm_sets(self.termination):
             for window in self._windows():
                 self._step([self._to_device(batch) for batch in window])
                 progress.update()
@@ -256,7 +251,7 @@ class TrainingLoop:
             torch.stack([count_units(batch), *(o.units(batch) for _, o in self.objectives.values())])
             for batch in window
         ]
-        mine = torch.cat([torch.stack(rows).sum(0), rows[0].new_tensor([self.termination.requested])])
+        mine = torch.cat([torch.stack(rows).sum(0), rows[0].new_tensor([self.termination.is_set()])])
         total = self.accelerator.reduce(mine, reduction="sum")
         return dict(zip(["tokens", *self.objectives, "terminated"], total, strict=True))
 
@@ -357,25 +352,17 @@ def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-class Termination:
-    """Inside `with`, SIGTERM only sets `requested`; after it, SIGTERM has its earlier effect again."""
-
-    requested = False
-
-    def __enter__(self) -> Termination:
-        self._is_main = threading.current_thread() is threading.main_thread()  # other threads cannot set handlers
-        if self._is_main:
-            self._previous: Any = signal.signal(signal.SIGTERM, self._note)
-        return self
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._is_main:
-            signal.signal(signal.SIGTERM, self._previous)
+@contextmanager
+def sigterm_sets(event: threading.Event) -> Iterator[None]:
+    """Inside, SIGTERM only sets `event`; afterwards, it has its earlier effect again."""
+    if threading.current_thread() is not threading.main_thread():  # other threads cannot set handlers
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: event.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def hidden_layers_of(recipe: Recipe, objectives: Objectives) -> str | None:

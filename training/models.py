@@ -22,7 +22,7 @@ from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.configuration_linear_attention import mechanisms_of
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.training.data.processors import check_direction, load_tokenizer, pad_token_id
+from hf_linear_attention.training.data.processors import check_direction, load_config, load_tokenizer, pad_token_id
 from hf_linear_attention.training.recipe import MECHANISM, ModelArguments, Recipe
 from hf_linear_attention.training.tasks import TASKS
 
@@ -74,16 +74,11 @@ def _check_mechanism(model: PreTrainedModel, recipe: Recipe) -> None:
     rate = recipe.optimization.mechanism_learning_rate
     if recipe.model.trainable == "mechanism" or (rate is not None and mechanisms is None):
         raise SetupError(
-            f"{recipe.model.model_name_or_path} has no `{MECHANISM}` parameters, which `--mechanism_learning_rate` and "
-            "`--trainable mechanism` need; convert it (conversion/convert_checkpoint.py) to a mechanism with learned "
-            "parameters, or drop the option"
+            f"{recipe.model.model_name_or_path} has no `{MECHANISM}` parameters for `--mechanism_learning_rate` and "
+            "`--trainable mechanism`; convert it to a mechanism with learned parameters, or drop the option"
         )
     if rate is not None:
         logger.info("`--mechanism_learning_rate` has no effect, because %s has no learned parameters", mechanisms)
-
-
-def _is_trained(name: str, trainable: str) -> bool:
-    return trainable == "all" or (MECHANISM if trainable == "mechanism" else ADAPTER) in name
 
 
 def parameter_groups(model: PreTrainedModel, recipe: Recipe) -> list[dict[str, Any]]:
@@ -96,10 +91,11 @@ def parameter_groups(model: PreTrainedModel, recipe: Recipe) -> list[dict[str, A
     """
     plan = recipe.optimization
     _check_mechanism(model, recipe)
+    part = {"all": "", "mechanism": MECHANISM, "adapter": ADAPTER}[recipe.model.trainable]
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         in_mechanism = MECHANISM in name
-        parameter.requires_grad_(parameter.requires_grad and _is_trained(name, recipe.model.trainable))
+        parameter.requires_grad_(parameter.requires_grad and part in name)
         if parameter.requires_grad:
             groups.setdefault((in_mechanism, parameter.dim() > 1), []).append(parameter)
     rates = {False: plan.learning_rate, True: plan.mechanism_learning_rate or plan.learning_rate}
@@ -118,10 +114,8 @@ def freeze(model: nn.Module, pattern: str) -> None:
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     found = {name for name in names if re.search(pattern, name)}
     if not found or len(found) == len(names):
-        raise SetupError(
-            f"`--freeze_pattern {pattern}` matches {len(found)} of the {len(names)} names of parameters, such as "
-            f"{', '.join(names[:3])}; it must match some of them, but not all"
-        )
+        counts = f"{len(found)} of the {len(names)} names of parameters, such as {', '.join(names[:3])}"
+        raise SetupError(f"`--freeze_pattern {pattern}` matches {counts}; it must match some of them, but not all")
     for name in found:
         model.get_parameter(name).requires_grad_(False)
     logger.info("%d of %d parameters are frozen", len(found), len(names))
@@ -166,9 +160,7 @@ def add_adapters(model: PreTrainedModel, arguments: ModelArguments) -> None:
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
-        raise SetupError(
-            f"peft could not add adapters ({error}); choose modules with `--lora_target_modules`"
-        ) from error
+        raise SetupError(f"peft: {error}; choose modules with `--lora_target_modules`") from error
     for name, parameter in model.named_parameters():
         if name in trained and ".linear_attention." in name:
             parameter.requires_grad_(True)
@@ -217,9 +209,7 @@ def load_student(recipe: Recipe, path: str, classes: dict[str, int] | None) -> P
     """
     extra: dict[str, Any] = {}
     if classes is not None:
-        with reading(_files(path)):
-            config = AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
-        known = known_classes(config)
+        known = known_classes(load_config(recipe, path))
         same_numbers = len(classes) == len(known) and all(name == str(index) for name, index in classes.items())
         if not same_numbers and not set(classes) <= set(known):
             extra = {"label2id": classes, "id2label": {index: name for name, index in classes.items()}}
@@ -245,10 +235,8 @@ def class_mapping(config: PreTrainedConfig, names: list[str]) -> dict[str, int]:
     if numeric and max(map(int, unique)) < len(known):
         return {str(index): index for index in range(len(known))}
     if any(name.endswith(CLASSIFIERS) for name in config.architectures or ()):
-        raise DataError(
-            f"the classes of the data, {sorted(unique)[:10]}, are not those of the checkpoint: {', '.join(known)}; "
-            "rename those in the data, or choose another label column"
-        )
+        wanted, own = sorted(unique)[:10], ", ".join(known)
+        raise DataError(f"the classes of the data, {wanted}, are not those of the checkpoint, {own}; rename them")
     return {name: index for index, name in enumerate(sorted(unique, key=int if numeric else None))}
 
 
@@ -272,9 +260,7 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool
         SetupError: if the objectives in use cannot compare it with the student.
     """
     path = str(recipe.model.teacher_name_or_path)
-    with reading(_files(path)):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
-    check_direction(recipe, config, path)
+    check_direction(recipe, load_config(recipe, path), path)
     teacher = _load(recipe, path, is_trained=False, dtype="auto" if mixed_precision else torch.float32)
     if recipe.model.task == "sequence_classification":
         teacher.config.pad_token_id = student.config.pad_token_id
@@ -282,8 +268,7 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool
         mine, yours = getattr(student.config, name, None), getattr(teacher.config, name, None)
         if used and mine != yours:
             raise SetupError(
-                f"`{name}` is {mine} in the model but {yours} in the teacher {path}, and they must agree; choose "
-                "another teacher or other objectives"
+                f"`{name}` is {mine}, but {yours} in the teacher {path}; choose another teacher or objective"
             )
     return teacher
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,9 +48,16 @@ TEACHER_WEIGHTS = ("logits_kl_weight", "hidden_state_weight", "embedding_weight"
 # With these, the student computes its original softmax attention and is its own teacher.
 TRANSFER_WEIGHTS = ("attention_transfer_weight", "attention_map_weight")
 
+# Options that hold for a model that is only evaluated, too.
+shared = partial(option, for_evaluation=True)
+# Options with another value of which a run is resumed (`OnResume`); the last are those of evaluations.
+warned = partial(option, on_resume=OnResume.WARNED)
+free = partial(option, on_resume=OnResume.FREE)
+incomparable = partial(option, on_resume=OnResume.INCOMPARABLE, for_evaluation=True)
 
-def _loss_weight(text: str, default: float | None = None, needs: tuple[str, ...] = ()) -> Any:
-    return option(text, default, bounds=NOT_NEGATIVE, needs=needs, off=0, on_resume=OnResume.WARNED)
+
+def _loss_weight(text: str, default: float | None = None, **facts: Any) -> Any:
+    return warned(text, default, bounds=NOT_NEGATIVE, off=0, **facts)
 
 
 @dataclass
@@ -67,55 +75,46 @@ class ObjectiveArguments:
         "except attention_map_weight).",
         0.0,
     )
-    attention_transfer_error: Literal["relative", "absolute"] = option(
+    attention_transfer_error: Literal["relative", "absolute"] = warned(
         "Error in attention transfer: each head's squared error relative to its squared softmax output, or the mean "
         "squared error.",
         "relative",
         needs=("attention_transfer_weight",),
-        on_resume=OnResume.WARNED,
     )
     attention_map_weight: float = _loss_weight(
         "Weight of the cross-entropy between the attention weights of softmax and those of the mechanism. The "
         "conditions are those of attention_transfer_weight, and the two may be combined.",
         0.0,
     )
-    far_share_weight: float = option(
+    far_share_weight: float = _loss_weight(
         "Weight, in attention transfer, of the divergence of the share that softmax gives to a hybrid's far keys from "
         "the share that they have; without it, far keys of heads with large logits may never be learned.",
         0.0,
-        bounds=NOT_NEGATIVE,
         needs=("attention_transfer_weight",),
         tasks=("causal_lm",),
-        off=0,
-        on_resume=OnResume.WARNED,
     )
-    embedding_weight: float | None = option(
+    embedding_weight: float | None = _loss_weight(
         "Weight of 1 - cosine similarity of the mean-pooled embeddings.",
         None,
-        bounds=NOT_NEGATIVE,
         needs=TEACHER,
         tasks=(*TEXT_TASKS, "image_embedding"),
-        off=0,
-        on_resume=OnResume.WARNED,
     )
-    hidden_state_layers: Literal["last", "all"] = option(
-        "Layers whose hidden states are compared.", "last", needs=("hidden_state_weight",), on_resume=OnResume.WARNED
+    hidden_state_layers: Literal["last", "all"] = warned(
+        "Layers whose hidden states are compared.", "last", needs=("hidden_state_weight",)
     )
-    temperature: float = option(
+    temperature: float = warned(
         "Temperature of both distributions in logits_kl_weight, whose value is multiplied by the temperature squared.",
         1.0,
         bounds=POSITIVE,
         needs=("logits_kl_weight",),
-        on_resume=OnResume.WARNED,
     )
-    cache_teacher: str | None = option(
+    cache_teacher: str | None = warned(
         "Keep the outputs of the teacher in this folder, and read them where a text is trained on again: in a later "
         "epoch, stage or run. Attention transfer computes them anyway, and only writes them.",
         None,
-        needs=("teacher_name_or_path", *TRANSFER_WEIGHTS),
+        needs=(*TEACHER_WEIGHTS, *TRANSFER_WEIGHTS),
         tasks=CACHED,
         is_path=True,
-        on_resume=OnResume.WARNED,
     )
 
 
@@ -128,70 +127,57 @@ GENERATING = tuple(name for name, task in TASKS.items() if task.generates)
 class TaskArguments:
     """How the rows of some tasks become examples, and what their evaluations generate."""
 
-    retrieval_file: str | None = option(
+    retrieval_file: str | None = incomparable(
         "Queries and documents for figures of retrieval: .jsonl, .csv, .tsv or .parquet with the columns `query` and "
         "`document` (docs/data.md).",
         None,
         needs=EVALUATION_DATA,
         tasks=("embedding",),
-        for_evaluation=True,
         is_path=True,
-        on_resume=OnResume.INCOMPARABLE,
     )
-    prompt_name: str | None = option(
+    prompt_name: str | None = shared(
         "Prompt of a sentence-transformers model that stands before every text of the data; default: its "
         "default_prompt_name.",
         None,
         tasks=("embedding",),
-        for_evaluation=True,
     )
-    query_prompt_name: str | None = option(
+    query_prompt_name: str | None = incomparable(
         "Prompt before the queries of retrieval_file; default: `query`, if there is one.",
         None,
         needs=("retrieval_file",),
         tasks=("embedding",),
-        for_evaluation=True,
-        on_resume=OnResume.INCOMPARABLE,
     )
-    document_prompt_name: str | None = option(
+    document_prompt_name: str | None = incomparable(
         "Prompt before the documents of retrieval_file; default: `document`, `passage` or `corpus`.",
         None,
         needs=("retrieval_file",),
         tasks=("embedding",),
-        for_evaluation=True,
-        on_resume=OnResume.INCOMPARABLE,
     )
-    matryoshka_dims: str | None = option(
+    matryoshka_dims: str | None = warned(
         "Numbers of first dimensions, such as 256,128,64, at which embeddings are evaluated too, and which "
         "embedding_weight averages with whole embeddings; default: `matryoshka_dimensions` of config.json.",
         None,
         tasks=("embedding",),
         for_evaluation=True,
-        on_resume=OnResume.WARNED,
     )
-    audio_column_name: str = option(
+    audio_column_name: str = shared(
         "Column with the recording: a path relative to the folder of the data file, or its samples.",
         "audio",
         tasks=SOUND_TASKS,
-        for_evaluation=True,
     )
-    predict_with_generate: bool = option(
+    predict_with_generate: bool = incomparable(
         "In evaluations, also generate texts (greedily), and compare them with the targets and the teacher's; of "
         "conversations, count the answers that end.",
         False,
         needs=EVALUATION_DATA,
         tasks=GENERATING,
-        for_evaluation=True,
-        on_resume=OnResume.INCOMPARABLE,
     )
-    generation_max_length: int = option(
+    generation_max_length: int = incomparable(
         "Tokens that are generated at most for each text.",
         128,
         bounds=COUNT,
         needs=("predict_with_generate",),
         tasks=GENERATING,
-        for_evaluation=True,
-        on_resume=OnResume.INCOMPARABLE,
     )
     group_by_length: bool = option(
         "Train on texts of similar length in each optimizer step, so that little is computed on padding; the order of "
@@ -211,35 +197,28 @@ def _where_embeddings_are_compared(values: Mapping[str, Any]) -> OnResume:
 class ModelArguments:
     """The model that is trained, its teacher, and which parameters are trained."""
 
-    model_name_or_path: str = option(
+    model_name_or_path: str = shared(
         "Model to train: a folder (such as a converted checkpoint) or a name on the Hub.",
-        for_evaluation=True,
         is_path=True,
         is_per_stage=True,
     )
-    task: str = option(
-        "Task of the model; it decides the head, the loss and the figures of an evaluation.",
-        choices=tuple(TASKS),
-        for_evaluation=True,
+    task: str = shared(
+        "Task of the model; it decides the head, the loss and the figures of an evaluation.", choices=tuple(TASKS)
     )
-    teacher_name_or_path: str | None = option(
+    teacher_name_or_path: str | None = shared(
         "Model to imitate, usually the original that was converted.",
         None,
-        for_evaluation=True,
         is_path=True,
         on_resume=_where_embeddings_are_compared,
     )
-    tokenizer_name: str | None = option(
-        "Tokenizer, if it is not the model's own.", None, tasks=TEXT_TASKS, for_evaluation=True, is_path=True
+    tokenizer_name: str | None = shared(
+        "Tokenizer, if it is not the model's own.", None, tasks=TEXT_TASKS, is_path=True
     )
-    trust_remote_code: bool = option(
-        "Run the Python code in the model folders.", False, for_evaluation=True, on_resume=OnResume.FREE
-    )
-    allow_missing: bool = option(
+    trust_remote_code: bool = free("Run the Python code in the model folders.", False, for_evaluation=True)
+    allow_missing: bool = free(
         "Train although the checkpoint lacks weights, which are then random, or has layers that its config.json lacks.",
         False,
         for_evaluation=True,
-        on_resume=OnResume.FREE,
     )
     trainable: Literal["all", "mechanism", "adapter"] = option(
         "Parameters to train: all (with use_peft: the adapters and those of the attention mechanism), those of the "
@@ -273,12 +252,10 @@ class DataArguments:
         None,
         is_path=True,
     )
-    validation_file: str | None = option(
+    validation_file: str | None = incomparable(
         "Validation data, in the formats of train_file; used at the start, every eval_steps and at the end.",
         None,
-        for_evaluation=True,
         is_path=True,
-        on_resume=OnResume.INCOMPARABLE,
     )
     dataset_name: str | None = option(
         "Data set instead of files: a name or folder (also of images) for datasets.load_dataset.", None, is_path=True
@@ -289,55 +266,42 @@ class DataArguments:
         tasks=("causal_lm",),
     )
     dataset_config_name: str | None = option("Configuration of dataset_name.", None, needs=("dataset_name",))
-    text_column_name: str = option(
+    text_column_name: str = shared(
         "Column with the text, or with its words; default: text (seq2seq_lm: source; token_classification: tokens).",
         "text",
         tasks=(*COLUMN_TASKS, *SOUND_TASKS),
-        for_evaluation=True,
     )
-    image_column_name: str = option(
-        "Column with the image itself or its path, relative to the folder of the data file.",
-        "image",
-        tasks=IMAGE_TASKS,
-        for_evaluation=True,
+    image_column_name: str = shared(
+        "Column with the image itself or its path, relative to the folder of the data file.", "image", tasks=IMAGE_TASKS
     )
-    text_pair_column_name: str | None = option(
+    text_pair_column_name: str | None = shared(
         "Column with a second text. For sequence_classification, both texts are one input; in the validation data of "
         "an embedding model, the label is the similarity of the two texts; for seq2seq_lm, it is the text to write "
         "(default: target).",
         None,
         tasks=("sequence_classification", "embedding", "seq2seq_lm"),
-        for_evaluation=True,
     )
-    label_column_name: str = option(
+    label_column_name: str = shared(
         "Column with the class, the class of every word, or the score of a pair; default: label (token_classification: "
         "tags, ner_tags or pos_tags).",
         "label",
         tasks=(*CLASSIFICATION, "token_classification", "embedding"),
-        for_evaluation=True,
     )
-    max_length: int | None = option(
+    max_length: int | None = shared(
         "Tokens in a sequence or block; default: 512, or fewer if the model accepts fewer.",
         None,
         bounds=Bounds(least=2, below=2**24),
         tasks=(*TEXT_TASKS, "speech_seq2seq"),
-        for_evaluation=True,
     )
-    mlm_probability: float = option(
-        "Share of the tokens that are masked (masked_lm).",
-        0.15,
-        bounds=PROBABILITY,
-        tasks=("masked_lm",),
-        for_evaluation=True,
+    mlm_probability: float = shared(
+        "Share of the tokens that are masked (masked_lm).", 0.15, bounds=PROBABILITY, tasks=("masked_lm",)
     )
-    max_eval_tokens: int | None = option(
+    max_eval_tokens: int | None = incomparable(
         "Evaluate on only about this many tokens, from the start of the validation data.",
         None,
         bounds=COUNT,
         needs=EVALUATION_DATA,
         tasks=TEXT_TASKS,
-        for_evaluation=True,
-        on_resume=OnResume.INCOMPARABLE,
     )
 
 
@@ -345,125 +309,84 @@ class DataArguments:
 class OptimizationArguments:
     """The optimizer, its schedule, and the length of the run."""
 
-    per_device_train_batch_size: int = option(
-        "Sequences per forward pass and process in training.", 8, bounds=SIZE, on_resume=OnResume.WARNED
-    )
-    per_device_eval_batch_size: int = option(
+    per_device_train_batch_size: int = warned("Sequences per forward pass and process in training.", 8, bounds=SIZE)
+    per_device_eval_batch_size: int = free(
         "Sequences per forward pass and process in evaluation.",
         8,
         bounds=SIZE,
         needs=EVALUATION_DATA,
         for_evaluation=True,
-        on_resume=OnResume.FREE,
     )
-    gradient_accumulation_steps: int = option(
-        "Forward passes per optimizer step.", 1, bounds=SIZE, on_resume=OnResume.WARNED
-    )
-    learning_rate: float = option("Peak learning rate of AdamW.", 5e-5, bounds=POSITIVE, on_resume=OnResume.WARNED)
-    mechanism_learning_rate: float | None = option(
+    gradient_accumulation_steps: int = warned("Forward passes per optimizer step.", 1, bounds=SIZE)
+    learning_rate: float = warned("Peak learning rate of AdamW.", 5e-5, bounds=POSITIVE)
+    mechanism_learning_rate: float | None = warned(
         "Peak learning rate of the mechanism's parameters (*.linear_attention.*); default: that of learning_rate.",
         None,
         bounds=POSITIVE,
-        on_resume=OnResume.WARNED,
     )
-    weight_decay: float = option(
-        "Weight decay of matrices; vectors have none.", 0.0, bounds=NOT_NEGATIVE, on_resume=OnResume.WARNED
+    weight_decay: float = warned("Weight decay of matrices; vectors have none.", 0.0, bounds=NOT_NEGATIVE)
+    max_grad_norm: float = warned("Norm to which gradients are clipped; 0: no clipping.", 1.0, bounds=NOT_NEGATIVE)
+    gradient_checkpointing: bool = free("Recompute activations in the backward pass: slower, but less memory.", False)
+    num_train_epochs: float | None = warned(
+        "Length in epochs; default: 3 without other limits.", None, bounds=Bounds(above=0, below=10**6)
     )
-    max_grad_norm: float = option(
-        "Norm to which gradients are clipped; 0: no clipping.", 1.0, bounds=NOT_NEGATIVE, on_resume=OnResume.WARNED
+    max_train_steps: int | None = warned(
+        "Length of the run in optimizer steps; the limit that is reached first ends the run.", None, bounds=COUNT
     )
-    gradient_checkpointing: bool = option(
-        "Recompute activations in the backward pass: slower, but less memory.", False, on_resume=OnResume.FREE
+    max_train_tokens: int | None = warned(
+        "Length of the run in tokens, not counting padding.", None, bounds=COUNT, tasks=TEXT_TASKS, is_per_stage=True
     )
-    num_train_epochs: float | None = option(
-        "Length in epochs; default: 3 without other limits.",
-        None,
-        bounds=Bounds(above=0, below=10**6),
-        on_resume=OnResume.WARNED,
-    )
-    max_train_steps: int | None = option(
-        "Length of the run in optimizer steps; the limit that is reached first ends the run.",
-        None,
-        bounds=COUNT,
-        on_resume=OnResume.WARNED,
-    )
-    max_train_tokens: int | None = option(
-        "Length of the run in tokens, not counting padding.",
-        None,
-        bounds=COUNT,
-        tasks=TEXT_TASKS,
-        on_resume=OnResume.WARNED,
-        is_per_stage=True,
-    )
-    min_train_steps: int | None = option(
+    min_train_steps: int | None = warned(
         "Smaller batches, down to one text, where max_train_tokens would end the run in fewer optimizer steps: in few "
         "steps no parameter gets far, however long the texts are.",
         None,
         bounds=COUNT,
         tasks=TEXT_TASKS,
         needs=("max_train_tokens",),
-        on_resume=OnResume.WARNED,
     )
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = option(
-        "Learning-rate schedule after the warmup.", "linear", on_resume=OnResume.WARNED
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = warned(
+        "Learning-rate schedule after the warmup.", "linear"
     )
-    warmup_ratio: float = option(
-        "Share of the steps in which the rate rises from 0.", 0.0, bounds=BELOW_ONE, on_resume=OnResume.WARNED
-    )
+    warmup_ratio: float = warned("Share of the steps in which the rate rises from 0.", 0.0, bounds=BELOW_ONE)
 
 
 @dataclass
 class RunArguments:
     """Where a run writes, how it resumes, and when it logs, evaluates and saves."""
 
-    output_dir: str = option(
+    output_dir: str = free(
         "Folder for the trained model, metrics.jsonl and the checkpoint-<step> folders.",
         for_evaluation=True,
-        on_resume=OnResume.FREE,
         is_per_stage=True,
     )
-    overwrite_output_dir: bool = option(
-        "Start over in a folder that holds an earlier run.",
-        False,
-        for_evaluation=True,
-        on_resume=OnResume.FREE,
-        is_per_stage=True,
+    overwrite_output_dir: bool = free(
+        "Start over in a folder that holds an earlier run.", False, for_evaluation=True, is_per_stage=True
     )
-    resume_from_checkpoint: str | None = option(
-        "Checkpoint to resume from: `latest` or the path of a checkpoint-<step> folder.",
-        None,
-        on_resume=OnResume.FREE,
-        is_per_stage=True,
+    resume_from_checkpoint: str | None = free(
+        "Checkpoint to resume from: `latest` or the path of a checkpoint-<step> folder.", None, is_per_stage=True
     )
-    seed: int = option("Seed of data order, masks, dropout and new heads.", 42, bounds=SEED, for_evaluation=True)
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
-        "Mixed precision; default: that of `accelerate launch`.", None, for_evaluation=True
+    seed: int = shared("Seed of data order, masks, dropout and new heads.", 42, bounds=SEED)
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = shared(
+        "Mixed precision; default: that of `accelerate launch`.", None
     )
-    logging_steps: int = option(
-        "Optimizer steps between lines in metrics.jsonl.", 10, bounds=COUNT, on_resume=OnResume.FREE
-    )
-    eval_steps: int | None = option(
+    logging_steps: int = free("Optimizer steps between lines in metrics.jsonl.", 10, bounds=COUNT)
+    eval_steps: int | None = free(
         "Optimizer steps between evaluations; default: evaluate at the start and the end only.",
         None,
         bounds=COUNT,
         needs=EVALUATION_DATA,
-        on_resume=OnResume.FREE,
     )
-    checkpointing_steps: int | None = option(
-        "Optimizer steps between checkpoints; default: none.", None, bounds=COUNT, on_resume=OnResume.FREE
-    )
-    save_total_limit: int | None = option(
+    checkpointing_steps: int | None = free("Optimizer steps between checkpoints; default: none.", None, bounds=COUNT)
+    save_total_limit: int | None = free(
         "Keep only this many checkpoints, the newest, and the best one.",
         None,
         bounds=COUNT,
         needs=("checkpointing_steps", "load_best_model_at_end"),
-        on_resume=OnResume.FREE,
     )
-    load_best_model_at_end: bool = option(
+    load_best_model_at_end: bool = free(
         "Write the model of the best evaluation instead of the last; a checkpoint is saved at each new best.",
         False,
         needs=("eval_steps",),
-        on_resume=OnResume.FREE,
     )
     metric_for_best_model: str | None = option(
         "Figure that decides which evaluation is best, such as perplexity, accuracy or cosine; default: the main "
@@ -472,9 +395,7 @@ class RunArguments:
         needs=("load_best_model_at_end",),
         on_resume=OnResume.INCOMPARABLE,
     )
-    report_to: str | None = option(
-        "Trackers of accelerate, such as tensorboard,trackio.", None, on_resume=OnResume.FREE
-    )
+    report_to: str | None = free("Trackers of accelerate, such as tensorboard,trackio.", None)
 
 
 GROUPS = (ModelArguments, DataArguments, ObjectiveArguments, OptimizationArguments, RunArguments, TaskArguments)

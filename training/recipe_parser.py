@@ -31,9 +31,9 @@ from hf_linear_attention.training.data.file_checks import (
     column_instead,
     file_problems,
     folder_files,
+    option_problems,
     wanted_columns,
 )
-from hf_linear_attention.training.evaluation.libraries import missing_library, needs
 from hf_linear_attention.training.presets import (
     Preset,
     Stage,
@@ -51,12 +51,16 @@ from hf_linear_attention.training.recipe import (
     Recipe,
     parse_dims,
 )
-from hf_linear_attention.training.tasks import RETRIEVAL
+from hf_linear_attention.training.tasks import RETRIEVAL, missing_library, needs
 from hf_linear_attention.training.tracking import tracker_problems
 
 
-FILE_TYPES = SUFFIXES
-GENERATED = ("exact_match", "f1", "same_text", "wer", "cer")
+# What some figures need; if they are of texts, only where texts can be generated.
+NEEDED_BY = {
+    "spearman": "text_pair_column_name",
+    **dict.fromkeys(RETRIEVAL, "retrieval_file"),
+    **dict.fromkeys(("exact_match", "f1", "same_text", "wer", "cer"), "predict_with_generate"),
+}
 WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
 
 
@@ -83,11 +87,9 @@ def fill_defaults(recipe: Recipe) -> None:
 def find_problems(recipe: Recipe) -> list[str]:
     """One sentence per problem, with the option and its value, what is allowed, and what to do."""
     checks = (
-        _facts,
         _checkpoints,
         _files,
         _data_folder,
-        _caching,
         _columns,
         _objectives,
         _adapters,
@@ -98,15 +100,13 @@ def find_problems(recipe: Recipe) -> list[str]:
         tracker_problems,
         _modes,
     )
-    return [problem for check in checks for problem in check(recipe)]
-
-
-def _facts(recipe: Recipe) -> Iterator[str]:
-    """Check the facts that stand beside every option."""
-    values = recipe.flat()
-    yield from out_of_bounds(FACTS, values)
-    yield from without_needs(FACTS, values, recipe.given)
-    yield from without_task(FACTS, recipe.given, recipe.model.task)
+    values, given = recipe.flat(), recipe.given
+    return [
+        *out_of_bounds(FACTS, values),
+        *without_needs(FACTS, values, given),
+        *without_task(FACTS, given, recipe.model.task),
+        *(problem for check in checks for problem in check(recipe)),
+    ]
 
 
 def _checkpoints(recipe: Recipe) -> Iterator[str]:
@@ -126,22 +126,12 @@ def _files(recipe: Recipe) -> Iterator[str]:
         path = getattr(data, name)
         if path is None:
             continue
-        if Path(path).suffix not in FILE_TYPES:
-            yield f"`--{name} {path}`: the file must be one of {', '.join('*' + kind for kind in FILE_TYPES)}"
-        elif not os.path.isfile(path):  # unlike `Path.is_file`, it is False in a folder that may not be read
-            what = "not a file" if os.path.exists(path) else "there is no such file, or its folder may not be read"
-            yield f"`--{name} {path}`: {what}; check the path"
-        elif Path(path).suffix == ".txt" and not recipe.task.reads_running_text:
-            what = {"text": "classes", "images": "images", "sound": "recordings"}[recipe.task.inputs]
-            what = "targets" if recipe.task.pair_column else what
-            what = "questions" if recipe.task.logits == "spans" else what
-            yield (
-                f"`--{name} {path}`: a .txt file has no {what}; use .jsonl, .csv, .tsv or .parquet with the columns of "
-                f"`--task {recipe.model.task}`"
-            )
+        if Path(path).suffix == ".txt" and not recipe.task.reads_running_text:
+            kinds = ", ".join("*" + kind for kind in SUFFIXES[1:])
+            yield f"`--{name} {path}`: a .txt has no columns, which `--task {recipe.model.task}` needs; use {kinds}"
         else:
             columns = wanted_columns(recipe, name.removesuffix("_file"))
-            yield from file_problems(path, columns, column_instead(recipe))
+            yield from option_problems(name, path, columns, column_instead(recipe))
     if recipe.task_options.retrieval_file is not None:
         try:
             check_retrieval_file(recipe.task_options.retrieval_file)
@@ -150,10 +140,7 @@ def _files(recipe: Recipe) -> Iterator[str]:
     if data.dataset_name is not None and data.train_file is not None:
         yield "`--dataset_name` and `--train_file` exclude each other; give only one of them"
     if not recipe.has_training and data.validation_file is None:
-        yield (
-            "there is no data: give `--train_file` or `--dataset_name` to train, or `--validation_file` alone to "
-            "evaluate"
-        )
+        yield "there is no data: give `--train_file` or `--dataset_name` to train, or `--validation_file` to evaluate"
 
 
 def _data_folder(recipe: Recipe) -> Iterator[str]:
@@ -168,13 +155,8 @@ def _data_folder(recipe: Recipe) -> Iterator[str]:
             yield str(error)
             return
         for path in files:
-            if Path(path).suffix in FILE_TYPES:
+            if Path(path).suffix in SUFFIXES:
                 yield from file_problems(path, columns, column_instead(recipe))
-
-
-def _caching(recipe: Recipe) -> Iterator[str]:
-    if recipe.objective.cache_teacher is not None and not recipe.imitates:
-        yield f"`--cache_teacher` needs an objective with a teacher: give one of {', '.join(TEACHER_WEIGHTS)}"
 
 
 def _columns(recipe: Recipe) -> Iterator[str]:
@@ -184,11 +166,6 @@ def _columns(recipe: Recipe) -> Iterator[str]:
         yield "`--text_column_name` has no effect on .txt files; drop it"
     if task == "embedding" and "label_column_name" in given and data.text_pair_column_name is None:
         yield "`--label_column_name` needs `--text_pair_column_name` with `--task embedding`; give both or neither"
-    if recipe.run.metric_for_best_model in ("spearman", "eval_spearman") and data.text_pair_column_name is None:
-        yield "`--metric_for_best_model spearman` needs pairs with scores: give `--text_pair_column_name`"
-    best = str(recipe.run.metric_for_best_model)
-    if best.removeprefix("eval_") in RETRIEVAL and recipe.task_options.retrieval_file is None:
-        yield f"`--metric_for_best_model {best}` needs a `--retrieval_file`; give one"
 
 
 def _objectives(recipe: Recipe) -> Iterator[str]:
@@ -251,10 +228,7 @@ def _folder(recipe: Recipe) -> Iterator[str]:
     if resume is not None and run.overwrite_output_dir:
         yield "`--resume_from_checkpoint` and `--overwrite_output_dir` exclude each other; give only one of them"
     if resume not in (None, "latest") and not (Path(str(resume)) / "trainer_state.json").is_file():
-        yield (
-            f"`--resume_from_checkpoint {resume}` is not a checkpoint folder of this script; give `latest` or the path "
-            "of a checkpoint-<step> folder"
-        )
+        yield f"`--resume_from_checkpoint {resume}` is no checkpoint; give `latest` or a checkpoint-<step> folder"
     for name in ("model_name_or_path", "teacher_name_or_path"):
         model = getattr(recipe.model, name)
         if model is not None and Path(model).is_dir() and Path(model).resolve() in path.resolve().parents:
@@ -265,8 +239,8 @@ def _folder(recipe: Recipe) -> Iterator[str]:
         yield f"`--output_dir {path}` is a file; give the path of a folder"
     elif path.is_dir() and any(path.iterdir()) and resume is None and not run.overwrite_output_dir:
         yield (
-            f"`--output_dir {path}` is not empty; give another folder, `--resume_from_checkpoint latest` to resume the "
-            "run in it, or `--overwrite_output_dir` to start over"
+            f"`--output_dir {path}` is not empty; give another folder, `--resume_from_checkpoint latest`, or "
+            "`--overwrite_output_dir`"
         )
 
 
@@ -287,15 +261,16 @@ def _selection(recipe: Recipe) -> Iterator[str]:
     run, allowed = recipe.run, recipe.task.figures
     name = (run.metric_for_best_model or allowed[0]).removeprefix("eval_")
     if name not in allowed:
-        yield (
-            f"`--metric_for_best_model {run.metric_for_best_model}` is not a figure of `--task {recipe.model.task}`; "
-            f"choose one of {', '.join(allowed)}"
-        )
+        best = run.metric_for_best_model
+        yield f"`--metric_for_best_model {best}` is not a figure of the task; choose one of {', '.join(allowed)}"
     library = missing_library(recipe.model.task, name)
     if library is not None and (run.metric_for_best_model or run.load_best_model_at_end):
         yield f"choosing the best model by `{name}` {needs(library)}, or give another `--metric_for_best_model`"
-    if name in GENERATED and recipe.task.generates and not recipe.task_options.predict_with_generate:
-        yield f"`--metric_for_best_model {run.metric_for_best_model}` needs `--predict_with_generate`; give it too"
+    needed = NEEDED_BY.get(name)
+    if needed == "predict_with_generate" and not recipe.task.generates:
+        needed = None
+    if run.metric_for_best_model and needed and not recipe.flat()[needed]:
+        yield f"`--metric_for_best_model {run.metric_for_best_model}` needs `--{needed}`; give it too"
 
 
 def _modes(recipe: Recipe) -> Iterator[str]:
@@ -352,18 +327,6 @@ def parse_options(argv: Sequence[str], description: str | None = None) -> Recipe
         check_stages(preset, given)
         return preset, given
     return make_recipe(given)
-
-
-def parse(argv: Sequence[str]) -> Recipe:
-    """The recipe of one run that `argv` describes.
-
-    Raises:
-        UsageError: as in `parse_options`, and for a preset.
-    """
-    recipe = parse_options(argv)
-    if not isinstance(recipe, Recipe):
-        raise UsageError("a preset has several stages; leave it out")
-    return recipe
 
 
 def make_recipe(options: Mapping[str, Any]) -> Recipe:

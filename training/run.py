@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list, set_seed
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import SetupError, TrainingError
@@ -27,11 +30,11 @@ from hf_linear_attention.training.checkpoints import (
     save_final,
     whole_weights,
 )
-from hf_linear_attention.training.data.batches import stream_of
-from hf_linear_attention.training.data.inputs import (
+from hf_linear_attention.training.data.batches import (
     TrainInputs,
-    keeps_documents_apart,
+    pad,
     sequences_per_step,
+    stream_of,
     with_enough_steps,
 )
 from hf_linear_attention.training.data.packing import Examples, PackedBlocks
@@ -40,8 +43,8 @@ from hf_linear_attention.training.data.splits import load_data
 from hf_linear_attention.training.distributed import load_whole, start_processes, uses_deepspeed
 from hf_linear_attention.training.evaluation.embeddings import retrieval_test
 from hf_linear_attention.training.loop import RunContext, TrainingLoop, hidden_layers_of
-from hf_linear_attention.training.losses.combined_loss import build_objectives
-from hf_linear_attention.training.losses.objectives import Objective
+from hf_linear_attention.training.losses.objectives import Objective, build_objectives
+from hf_linear_attention.training.losses.outputs import run_model
 from hf_linear_attention.training.losses.teacher import Teacher, windows_for
 from hf_linear_attention.training.models import (
     checkpoint_gradients,
@@ -67,18 +70,11 @@ def run(recipe: Recipe, known: dict[str, float] | None = None) -> dict[str, floa
     """
     accelerator = start_processes(recipe)
     set_seed(recipe.run.seed)
-    with no_empty_folder(recipe.output_dir):
-        return _run(recipe, accelerator, _prepare_folder(recipe, accelerator), known or {})
-
-
-@contextmanager
-def no_empty_folder(folder: Path) -> Iterator[None]:
-    """Remove `folder` after a run that failed before it had written anything there."""
     try:
-        yield
+        return _run(recipe, accelerator, _prepare_folder(recipe, accelerator), known or {})
     except BaseException:
         with suppress(OSError):  # it holds something, or another process was faster
-            folder.rmdir()
+            recipe.output_dir.rmdir()
         raise
 
 
@@ -109,22 +105,11 @@ def _run(
         known=known,
     )
     start_trackers(recipe, accelerator)
-    with ending(accelerator):
-        if data.train is None:
-            return context.evaluate(0, 0)
-        return _train(context, data.train, objectives, checkpoint)
-
-
-@contextmanager
-def ending(accelerator: Accelerator) -> Iterator[None]:
-    """Close the trackers at the end of a run that succeeded.
-
-    The processes stay connected for the next stage of a preset, because a second connection through torchrun's store
-    hangs.
-    """
-    yield
+    figures = context.evaluate(0, 0) if data.train is None else _train(context, data.train, objectives, checkpoint)
+    # The processes stay connected for the next stage of a preset: a second connection through torchrun's store hangs.
     for tracker in accelerator.trackers:
         tracker.finish()
+    return figures
 
 
 def _prepare_folder(recipe: Recipe, accelerator: Accelerator) -> Path | None:
@@ -237,11 +222,32 @@ def _can_pack(context: RunContext) -> bool:
         return False
     for model in (context.student, *([context.teacher.model] if context.teacher else [])):
         if not keeps_documents_apart(model):
-            logger.info(
-                "%s would mix packed documents, so each document is trained on separately", type(model).__name__
-            )
+            logger.info("%s would mix packed documents, so each is trained on separately", type(model).__name__)
             return False
     return True
+
+
+@torch.no_grad()
+def keeps_documents_apart(model: nn.Module) -> bool:
+    """Whether the second of two packed documents gets the logits that it gets alone, up to the rounding of float16.
+
+    transformers recognises packed documents by `position_ids` that restart, in models that accept them and pass them on
+    to the mask; every mechanism of this package then attends within each document.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    first, second = np.arange(1, 7), np.arange(7, 12)
+    was_training = model.training
+    model.eval()
+    logits = []
+    for documents in ([first, second], [second]):
+        batch = pad([{**PackedBlocks(documents, 16)[0], "index": 0}], 0)
+        device = next(model.parameters()).device
+        outputs = run_model(model, {name: value.to(device) for name, value in batch.items()}, None)
+        logits.append(outputs.logits[0, -len(second) :].float())
+    model.train(was_training)
+    scale = logits[1].abs().max().clamp(min=1e-6)
+    return bool((logits[0] - logits[1]).abs().max() < 1e-3 * scale)
 
 
 def _load_best(context: RunContext, state: TrainingState) -> dict[str, float]:

@@ -121,7 +121,7 @@ def tracker_problems(recipe: Recipe) -> list[str]:
 
 
 def start_trackers(recipe: Recipe, accelerator: Accelerator) -> None:
-    """Open the trackers with the recipe as their configuration; `run.ending` closes them."""
+    """Open the trackers with the recipe as their configuration; `run.run` closes them."""
     if wanted_trackers(recipe):
         options = {name: value for name, value in recipe.flat().items() if value is not None}
         accelerator.init_trackers(recipe.output_dir.name, options)

@@ -53,7 +53,7 @@ def test_hints_are_commands_that_can_be_typed(llama, tmp_path, capsys):
     words = out[out.index("  hf-linear-attention finetune") :].split("\n\n")[0].replace("\\\n", " ").split()[2:]
     words[words.index("TEXT.jsonl")] = str(tmp_path / "text.txt")
     (tmp_path / "text.txt").write_text("Some text.\n")
-    assert recipe_parser.parse(words).objective.logits_kl_weight == 1.0
+    assert recipe_parser.parse_options(words).objective.logits_kl_weight == 1.0
 
 
 def test_an_installed_script_keeps_its_name(monkeypatch):
@@ -69,11 +69,11 @@ def test_a_config_of_the_package_needs_no_path(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("Some text.\n")
     shared = ["--model_name_or_path=x", "--teacher_name_or_path=y", "--train_file=text.txt", "--output_dir=z"]
     for name in ("distil_causal_lm", "distil_causal_lm.yaml", "training/configs/distil_causal_lm.yaml"):
-        assert recipe_parser.parse(["--config", name, *shared]).data.max_length == 256
+        assert recipe_parser.parse_options(["--config", name, *shared]).data.max_length == 256
     with pytest.raises(UsageError, match=r"`--config distil`: there is no such file.* has distil_causal_lm, distil_cl"):
-        recipe_parser.parse(["--config", "distil", *shared])
+        recipe_parser.parse_options(["--config", "distil", *shared])
     (tmp_path / "distil_causal_lm").write_text("task: causal_lm\nlogits_kl_weight: 1.0\nmax_length: 8\n")
-    assert recipe_parser.parse(["--config", "distil_causal_lm", *shared]).data.max_length == 8
+    assert recipe_parser.parse_options(["--config", "distil_causal_lm", *shared]).data.max_length == 8
 
 
 def test_evaluate_takes_the_original_from_the_report(linear_llama, llama):

@@ -250,7 +250,7 @@ def run_main(words: list[str]) -> int | None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     if words[:2] == ["accelerate", "launch"]:
-        # In two processes: tests/training/distributed/test_processes.py.
+        # In two processes: tests/training/distributed/test_launch.py.
         launch = launch_command_parser().parse_args(words[2:])
         assert Path(launch.config_file).is_file()
         script = ["-m", launch.training_script] if launch.module else [launch.training_script]

@@ -19,6 +19,8 @@ CONTEXT.set_forkserver_preload(
         "hf_linear_attention.training.run",
         "hf_linear_attention.conversion.convert_checkpoint",
         "transformers.models.llama.modeling_llama",
+        "sklearn.metrics",
+        "matplotlib.figure",
     ]
 )
 

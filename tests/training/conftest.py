@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -30,6 +31,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from hf_linear_attention import convert
 from hf_linear_attention.training.finetune import main
 from hf_linear_attention.training.tracking import read_metrics
 
@@ -147,6 +149,24 @@ def named_classifier(save: Callable[..., str]) -> str:
     names = {"id2label": {0: "short", 1: "long"}, "label2id": {"short": 0, "long": 1}}
     config = BertConfig(vocab_size=VOCABULARY, max_position_embeddings=128, **sizes, **names)
     return save(BertForSequenceClassification, config)
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function: convert the model of a folder, and copy what stands beside it. The folder is not to be changed."""
+    made: dict[str, Path] = {}
+
+    def folder_of(source: str | Path, **settings: Any) -> Path:
+        key = json.dumps([str(source), settings], sort_keys=True)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("converted")
+            convert(str(source), **settings).save_pretrained(made[key])
+            for path in Path(source).iterdir():
+                if path.is_file() and path.suffix != ".safetensors" and not (made[key] / path.name).exists():
+                    shutil.copy(path, made[key])
+        return made[key]
+
+    return folder_of
 
 
 @pytest.fixture(scope="session")

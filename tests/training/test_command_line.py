@@ -14,11 +14,13 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.training import finetune
 from hf_linear_attention.training.finetune import main
 from hf_linear_attention.training.recipe import GROUPS
-from hf_linear_attention.training.recipe_parser import build_parser, parse
+from hf_linear_attention.training.recipe_parser import build_parser, parse_options
 
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted((ROOT / "training" / "configs").glob("distil_*.yaml"))
+
+
+TEACHER = ["--teacher_name_or_path", "t"]
 
 
 @pytest.fixture
@@ -52,11 +54,8 @@ def base(files: Path, tmp_path: Path) -> list[str]:
         (["--dataset_config_name", "d"], ["--dataset_config_name", "needs `--dataset_name`"]),
         (["--eval_steps", "5"], ["--eval_steps", "--validation_file"]),
         (["--max_eval_chars", "5"], ["is not an option any more", "--max_eval_tokens"]),
-        (["--streaming"], ["is not an option any more"]),
-        (["--layers_per_block", "8"], ["is not an option any more", "all layers"]),
         (["--warmup_ratio", "0.1", "--lr_scheduler_type", "constant"], ["constant_with_warmup"]),
         (["--warmup_steps=3"], ["is not an option any more", "--warmup_ratio"]),
-        (["--use_dora"], ["is not an option any more"]),
         (["--save_total_limit", "3"], ["--save_total_limit", "--checkpointing_steps"]),
         (["--resume_from_checkpoint", "/no/where"], ["/no/where", "latest"]),
         (["--resume_from_checkpoint", "latest", "--overwrite_output_dir"], ["exclude"]),
@@ -65,6 +64,18 @@ def base(files: Path, tmp_path: Path) -> list[str]:
         (["--attention_transfer_weight", "1"], ["--attention_transfer_weight 1.0", "--trainable mechanism"]),
         (["--attention_transfer_weight", "1", "--task_loss_weight", "1"], ["--task_loss_weight", "the transfer first"]),
         (["--attention_transfer_weight", "1", "--teacher_name_or_path", "t"], ["its own teacher"]),
+        (
+            ["--trainable", "adapter", "--lora_r", "4"],
+            ["adapter` needs `--use_peft`", "--lora_r 4` needs"],
+        ),
+        (["--report_to", "paper"], ["`--report_to paper`: give one or more of"]),
+        (["--output_dir", "."], ["is not empty", "--resume_from_checkpoint latest", "--overwrite_output_dir"]),
+        (
+            [*TEACHER, "--cache_teacher", "c", "--task_loss_weight", "1", "--logits_kl_weight", "0"],
+            ["--cache_teacher c` needs `--logits_kl_weight` or"],
+        ),
+        (["--task", "image_classification", "--max_length", "8"], ["--max_length` has no effect for `--task image"]),
+        (["--train_file", "", "--dataset_name", ""], ["`--train_file` is empty"]),
     ],
 )
 def test_refusals(base: list[str], options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,40 +89,14 @@ def test_refusals(base: list[str], options: list[str], words: list[str], capsys:
 def test_all_problems_are_listed_at_once(base: list[str]) -> None:
     options = ["--learning_rate", "-1", "--logits_kl_weight", "1", "--eval_steps", "0", "--save_total_limit", "1"]
     with pytest.raises(UsageError) as caught:
-        parse([*base, *options])
+        parse_options([*base, *options])
     assert len(caught.value.problems) >= 5
     assert "(5)" in str(caught.value)
 
 
-def test_training_options_without_training_data(files: Path, tmp_path: Path) -> None:
-    valid = str(files / "valid.txt")
-    argv = [
-        "--model_name_or_path",
-        "m",
-        "--task",
-        "causal_lm",
-        "--validation_file",
-        valid,
-        "--output_dir",
-        f"{tmp_path}/o",
-    ]
-    assert not parse(argv).has_training
-    with pytest.raises(UsageError, match="--max_train_steps"):
-        parse([*argv, "--max_train_steps", "3"])
-
-
-def test_an_output_folder_in_use_is_refused(base: list[str], tmp_path: Path) -> None:
-    (tmp_path / "o").mkdir()
-    parse(base)  # an empty one is fine
-    (tmp_path / "o" / "note").write_text("mine", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"not empty.*--resume_from_checkpoint latest.*--overwrite_output_dir"):
-        parse(base)
-    assert parse([*base, "--overwrite_output_dir"]).run.overwrite_output_dir
-
-
 def test_defaults_follow_task_and_teacher(base: list[str]) -> None:
     def weights(*options: str) -> tuple[float | None, ...]:
-        found = parse([*base, *options]).objective
+        found = parse_options([*base, *options]).objective
         return found.task_loss_weight, found.logits_kl_weight, found.hidden_state_weight, found.embedding_weight
 
     assert weights() == (1, 0, 0, 0)
@@ -123,17 +108,9 @@ def test_defaults_follow_task_and_teacher(base: list[str]) -> None:
 def test_yaml_gives_defaults_and_the_command_line_wins(base: list[str], tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("learning_rate: 1e-3\nseed: 7\noverwrite_output_dir: true\nmax_train_steps:\n", encoding="utf-8")
-    recipe = parse([*base, f"--config={config}", "--seed", "8"])
+    recipe = parse_options([*base, f"--config={config}", "--seed", "8"])
     assert (recipe.optimization.learning_rate, recipe.run.seed, recipe.run.overwrite_output_dir) == (1e-3, 8, True)
     assert recipe.optimization.max_train_steps is None
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_shipped_recipes_are_valid(path: Path, any_task: Path, tmp_path: Path) -> None:
-    models = ["--model_name_or_path", "m", "--teacher_name_or_path", "t", "--train_file", str(any_task)]
-    recipe = parse(["--config", str(path), *models, "--output_dir", str(tmp_path / "o")])
-    assert recipe.model.task in path.stem or recipe.task.logits == "inputs"
-    assert recipe.given >= {"task", "learning_rate"}
 
 
 def test_help_describes_every_option() -> None:

@@ -19,12 +19,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from runs import write_lines
 from safetensors.torch import load_file, save_file
 from task_twins import TWINS
 from torch import nn
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer
 
-from hf_linear_attention import convert
 from hf_linear_attention.training.evaluation.evaluator import Selection
 from hf_linear_attention.training.finetune import main
 from hf_linear_attention.training.recipe import FACTS, GROUPS
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
             {"text": " ".join(text.split())[:150], "label": names[n % 2], "other": names[n % 3 == 0]}
             for n, text in enumerate(part)
         ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_lines(folder / f"{name}.jsonl", rows)
         (folder / f"{name}.txt").write_text("\n\n".join(part), encoding="utf-8")
     (folder / "data").mkdir()
     shutil.copy(folder / "train.jsonl", folder / "data")
@@ -61,11 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def student(llama: str, folder: Path) -> Path:
-    model = convert(LlamaForCausalLM.from_pretrained(llama), mechanism="hybrid", window_size=4, num_features=8)
-    model.save_pretrained(folder / "student")
-    AutoTokenizer.from_pretrained(llama).save_pretrained(folder / "student")
-    return folder / "student"
+def student(converted: Callable[..., Path], llama: str) -> Path:
+    return converted(llama, mechanism="hybrid", window_size=4, num_features=8)
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +104,13 @@ def cases(
     messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good morning."}]
     (folder / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
     rows = [{"query": text, "document": text[::-1]} for text in ("a loop", "a class", "a function", "import")]
-    (folder / "retrieval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(folder / "retrieval.jsonl", rows)
     shutil.copytree(bert, folder / "prompted")
     prompts = json.dumps({"prompts": {"ask": "Answer this question: "}})
     (folder / "prompted" / "config_sentence_transformers.json").write_text(prompts, encoding="utf-8")
     with_prompt = {"model_name_or_path": folder / "prompted", "per_device_eval_batch_size": 1}
     images = {"train_file": pictures / "train.jsonl"}
+    generated = {"task": "seq2seq_lm", "max_eval_tokens": 20}
     return {
         "base": {
             "model_name_or_path": student,
@@ -180,8 +178,7 @@ def cases(
         },
         "beside": {
             **dict.fromkeys(("prompt_name", "query_prompt_name", "document_prompt_name"), with_prompt),
-            "predict_with_generate": {"task": "seq2seq_lm"},
-            "generation_max_length": {"task": "seq2seq_lm"},
+            **dict.fromkeys(("predict_with_generate", "generation_max_length"), generated),
             "trust_remote_code": {"model_name_or_path": with_code},
             "allow_missing": {"model_name_or_path": lacking},
             "dataset_name": {"train_file": None},

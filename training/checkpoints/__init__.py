@@ -47,7 +47,7 @@ from hf_linear_attention._common.heads import is_without_head
 from hf_linear_attention._common.model_card import HISTORY, REPORT, training_facts, training_history, write_model_card
 from hf_linear_attention._common.options import Facts, OnResume
 from hf_linear_attention._common.reading import read_json
-from hf_linear_attention.training.data.inputs import CONTENT
+from hf_linear_attention.training.data.batches import CONTENT
 from hf_linear_attention.training.data.processors import Processor
 from hf_linear_attention.training.distributed import (
     engine_of,
@@ -114,7 +114,6 @@ class TrainedParameters:
 
 
 STATE_FILE = "trainer_state.json"
-GONE_COUNT = "evaluations_since_best"  # which earlier versions kept in the state
 MODEL_FOLDER = "model"  # the name of the folder in which the finished model is written
 # Options say themselves what a change means on resumption (`recipe.py`). Any other fact in a checkpoint must not
 # change, except the number of processes, as long as no process has its own part of the optimizer.
@@ -164,14 +163,8 @@ def damage_of(checkpoint: Path) -> str | None:
     state, recipe = content.get("state"), content.get("recipe")
     if not isinstance(state, dict) or not isinstance(recipe, dict):
         return f"{STATE_FILE} has no `state` or no `recipe`"
-    known = {entry.name: getattr(TrainingState(), entry.name) for entry in dataclasses.fields(TrainingState)}
-    given = {name: value for name, value in state.items() if name != GONE_COUNT}
-    wrong = [name for name, value in given.items() if name not in known or type(value) is not type(known[name])]
-    counts = [state.get(name) for name, value in known.items() if isinstance(value, int)]
-    if wrong or not all(type(count) is int and count >= 0 for count in counts):
-        return f"`state` in {STATE_FILE} is not the progress of a run"
-    if checkpoint.name != f"checkpoint-{state['step']}":
-        return f"{STATE_FILE} is that of step {state['step']}"
+    if checkpoint.name != f"checkpoint-{state.get('step')}":
+        return f"{STATE_FILE} is that of step {state.get('step')}"
     return None
 
 
@@ -235,15 +228,13 @@ class Checkpointer:
             (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
         self._do(write, folder)
-        self._do(lambda: self._save_of_accelerate(folder), folder, everywhere=True)
+        of_accelerate: Any = str(folder), [], [], [self.scheduler], [], self.accelerator.process_index, 0
+        scaler = self.accelerator.scaler
+        self._do(lambda: save_accelerator_state(*of_accelerate, scaler), folder, everywhere=True)
         if (engine := engine_of(self.accelerator)) is not None:
             self._do(lambda: save_zero(engine, folder), folder, everywhere=True)
         self._do(lambda: self._finish(folder, final, state), folder)
         return final
-
-    def _save_of_accelerate(self, folder: Path) -> None:
-        process, scaler = self.accelerator.process_index, self.accelerator.scaler
-        save_accelerator_state(str(folder), [], [], [self.scheduler], [], process, 0, scaler)
 
     def _do(self, action: Callable[[], None], folder: Path, everywhere: bool = False) -> None:
         """Run `action` on the main process, or with `everywhere` on all processes.
@@ -261,10 +252,8 @@ class Checkpointer:
         if problems:
             if self.accelerator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
-            raise TrainingError(
-                f"{folder.name.removeprefix(folders.INCOMPLETE)} could not be written ({problems[0]}); "
-                f"{self.last_good()}"
-            )
+            name = folder.name.removeprefix(folders.INCOMPLETE)
+            raise TrainingError(f"{name} could not be written ({problems[0]}); {self.last_good()}")
 
     def last_good(self) -> str:
         """A clause for an error message that names the checkpoint from which the run can be resumed."""
@@ -285,18 +274,22 @@ class Checkpointer:
         """The progress of a checkpoint. Its best evaluation is dropped if later ones cannot be compared with it.
 
         Raises:
-            TrainingError: if it is a checkpoint of another run.
+            SetupError: if a changed setting makes it another run.
         """
         content = read_json(checkpoint / STATE_FILE)
-        changed = compare_recipes(content["recipe"], self.recipe, checkpoint)
+        changed = changed_settings(content["recipe"], self.recipe)
+        if fixed := changed[OnResume.REFUSED]:
+            raise SetupError(
+                f"cannot resume from {checkpoint}, because these settings decide the data order or the model: "
+                f"{'; '.join(fixed)}; give the old values, or start a new run in another `--output_dir`"
+            )
+        if watched := changed[OnResume.WARNED]:
+            logger.warning("the settings have changed, so the run continues differently: %s", "; ".join(watched))
         names = {entry.name for entry in dataclasses.fields(TrainingState)}
         state = TrainingState(**{name: value for name, value in content["state"].items() if name in names})
-        if changed.evaluation and state.best:
-            logger.warning(
-                "the best evaluation so far (step %d) cannot be compared with later ones (%s): the best is chosen "
-                "among the later ones",
-                *(state.best["step"], "; ".join(changed.evaluation)),
-            )
+        if (other := changed[OnResume.INCOMPARABLE]) and state.best:
+            text = "the best evaluation so far (step %d) cannot be compared with later ones (%s), and is forgotten"
+            logger.warning(text, state.best["step"], "; ".join(other))
             state.best = {}
         return state
 
@@ -311,29 +304,16 @@ class Checkpointer:
             part.load_state_dict(saved[name])
         process, scaler = self.accelerator.process_index, self.accelerator.scaler
         if not (checkpoint / f"{RNG_STATE_NAME}_{process}.pkl").is_file():
-            logger.warning(
-                "%s has no random state of process %d, because there are more processes than before; dropout will "
-                "differ from that of the uninterrupted run",
-                *(checkpoint, process),
-            )
+            logger.warning("%s has no random state of process %d, so dropout will differ", checkpoint, process)
         load_accelerator_state(str(checkpoint), [], [], [self.scheduler], [], process, scaler)
 
 
-@dataclass(frozen=True)
-class ChangedSettings:
-    """The facts that differ from those of a checkpoint, each as `name: old -> new`.
+def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> dict[OnResume, list[str]]:
+    """The facts of the run that resumes that differ from those of a checkpoint, as `name: old -> new`, by meaning.
 
-    Those in `fixed` make it another run, those in `watched` change how the run continues, and those in `evaluation`
-    make its evaluations incomparable.
+    Those that are REFUSED make it another run, those that are WARNED of change how it continues, and the INCOMPARABLE
+    ones change its evaluations.
     """
-
-    fixed: list[str]
-    watched: list[str]
-    evaluation: list[str]
-
-
-def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> ChangedSettings:
-    """The differences between the recipe `old` of a checkpoint and the recipe `new` of the run that resumes from it."""
     known = {**FACTS, "world_size": WORLD_SIZE}
     gone = {name: old[name] for name in DECIDED_WEIGHTS if name in old and not GONE[name].is_harmless(old[name])}
     # A version that did not know an option did what its default does.
@@ -342,30 +322,12 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> ChangedSetting
     if old.get(CONTENT) is None:  # the checkpoint is from a version that did not record it
         changed.pop(CONTENT, None)
     meanings = {name: known.get(name, NO_OPTION).meaning_on_resume(new) for name in changed}
-    fixed, watched, evaluation = (
-        [text for name, text in changed.items() if meaning in meanings[name]]
+    found = {
+        meaning: [text for name, text in changed.items() if meaning in meanings[name]]
         for meaning in (OnResume.REFUSED, OnResume.WARNED, OnResume.INCOMPARABLE)
-    )
-    fixed += [f"{name}: {value} -> not an option of this version" for name, value in gone.items()]
-    return ChangedSettings(fixed, watched, evaluation)
-
-
-def compare_recipes(old: dict[str, Any], new: dict[str, Any], checkpoint: Path) -> ChangedSettings:
-    """Refuse to resume what would be another run, and warn if the run will continue differently.
-
-    Raises:
-        SetupError: if a difference makes it another run.
-    """
-    changed = changed_settings(old, new)
-    if changed.fixed:
-        raise SetupError(
-            f"cannot resume from {checkpoint}, because these settings decide the data order or the model: "
-            f"{'; '.join(changed.fixed)}; give the old values, or start a new run in another `--output_dir`"
-        )
-    if changed.watched:
-        text = "; ".join(changed.watched)
-        logger.warning("the settings have changed, so the run continues differently than without a break: %s", text)
-    return changed
+    }
+    found[OnResume.REFUSED] += [f"{name}: {value} -> not an option of this version" for name, value in gone.items()]
+    return found
 
 
 SENTENCE_MODEL_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")

@@ -8,18 +8,24 @@ run needs only the number of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import hashlib
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from hf_linear_attention.training.data.file_checks import folder_files
 from hf_linear_attention.training.data.packing import IGNORED, Example, Examples, Tokens
 from hf_linear_attention.training.recipe import Recipe
 
@@ -44,11 +50,6 @@ class Masking:
         special = np.isin(tokens, self.special_ids)
         (masked,), (labels,) = self.collator.numpy_mask_tokens(tokens, special_tokens_mask=special)
         return {"input_ids": masked, "labels": labels}
-
-
-def masking_of(recipe: Recipe, processor: Any) -> Masking | None:
-    """The masking of tokens for masked_lm; None for other tasks."""
-    return Masking(processor, recipe.data.mlm_probability) if recipe.model.task == "masked_lm" else None
 
 
 class Stream(Dataset[Example]):
@@ -104,7 +105,9 @@ def stream_of(
     Args:
         step_size: the number of examples in an optimizer step, if these shall have similar lengths.
     """
-    return Stream(examples, recipe.run.seed, shuffle, masking_of(recipe, processor), step_size)
+    is_masked = recipe.model.task == "masked_lm"
+    masking = Masking(processor, recipe.data.mlm_probability) if is_masked else None
+    return Stream(examples, recipe.run.seed, shuffle, masking, step_size)
 
 
 def pad(examples: list[Example], pad_token_id: int) -> Batch:
@@ -148,20 +151,13 @@ def _positions(example: Example, length: int) -> Tensor:
     return torch.from_numpy(np.concatenate([own, np.arange(length - count)]))
 
 
-class TrainBatches:
+def train_batches(
+    start: int, stop: int, batch_size: int, accumulation: int, rank: int, world_size: int
+) -> Iterator[list[int]]:
     """The positions of the batches that one process sees, from optimizer step `start` to `stop`."""
-
-    def __init__(self, start: int, stop: int, batch_size: int, accumulation: int, rank: int, world_size: int) -> None:
-        self.batches = range(start * accumulation, stop * accumulation)
-        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.batches:
-            first = (batch * self.world_size + self.rank) * self.batch_size
-            yield list(range(first, first + self.batch_size))
+    for batch in range(start * accumulation, stop * accumulation):
+        first = (batch * world_size + rank) * batch_size
+        yield list(range(first, first + batch_size))
 
 
 class EvaluationBatches:
@@ -183,11 +179,11 @@ class EvaluationBatches:
             yield list(self.mine[start : start + self.batch_size]) or [0]
 
 
-def loader(stream: Stream, batches: TrainBatches | EvaluationBatches, pad_token_id: int) -> DataLoader[Batch]:
+def loader(stream: Stream, batches: Iterable[list[int]], pad_token_id: int) -> DataLoader[Batch]:
     """A loader with a separate generator: if it used the global one, dropout would depend on it."""
     return DataLoader(
         stream,
-        batch_sampler=batches,
+        batch_sampler=cast(Any, batches),
         collate_fn=lambda examples: pad(examples, pad_token_id),
         generator=torch.Generator().manual_seed(stream.seed),
     )
@@ -245,3 +241,91 @@ def token_weights(batch: Batch, length: int, is_decoder: bool = False) -> Tensor
     else:
         mask = batch["decoder_attention_mask" if is_decoder else "attention_mask"].float()
     return mask * (_row_units(batch) / mask.sum(-1).clamp(min=1)).unsqueeze(-1)
+
+
+logger = logging.getLogger(__name__)
+DEFAULT_EPOCHS = 3.0
+MANY_EPOCHS = 20
+CONTENT = "train_content"  # the fact that says which rows a run was trained on
+
+
+def content_of(paths: Sequence[str]) -> str | None:
+    """The SHA-256 of a file, or of those of several files, which others share only if they hold the same; or None."""
+    digests = []
+    for path in paths:
+        with open(path, "rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return hashlib.sha256("".join(digests).encode()).hexdigest() if len(digests) > 1 else next(iter(digests), None)
+
+
+def sequences_per_step(recipe: Recipe, accelerator: Accelerator) -> int:
+    """Sequences (or images) in one optimizer step, over all processes and accumulated batches."""
+    plan = recipe.optimization
+    return plan.per_device_train_batch_size * plan.gradient_accumulation_steps * accelerator.num_processes
+
+
+def with_enough_steps(recipe: Recipe, lengths: np.ndarray, num_processes: int) -> Recipe:
+    """The recipe for examples of these `lengths` in tokens, with batches that give at least `min_train_steps` steps.
+
+    Batches never grow, and keep one example; so short texts, or few tokens, may still give other numbers of steps.
+    """
+    plan = recipe.optimization
+    if plan.min_train_steps is None or plan.max_train_tokens is None:
+        return recipe
+    tokens = plan.max_train_tokens / (plan.min_train_steps * plan.gradient_accumulation_steps * num_processes)
+    size = max(1, min(plan.per_device_train_batch_size, int(tokens / lengths.mean())))
+    if size < plan.per_device_train_batch_size:
+        logger.info("batches of %d texts instead of %d (min_train_steps)", size, plan.per_device_train_batch_size)
+    return replace(recipe, optimization=replace(plan, per_device_train_batch_size=size))
+
+
+@dataclass
+class TrainInputs:
+    """The training batches of one process, as a function of the optimizer step."""
+
+    source: Stream
+    recipe: Recipe
+    accelerator: Accelerator
+    pad_token_id: int
+
+    def facts(self) -> dict[str, int | str | None]:
+        """The facts about the data that must be the same when the run is resumed."""
+        file = self.recipe.data.train_file
+        return {
+            "sequences_per_step": sequences_per_step(self.recipe, self.accelerator),
+            "train_examples": len(self.source),
+            CONTENT: content_of([file] if file is not None else folder_files(self.recipe.data, "train")),
+        }
+
+    def batches(self, start: int, stop: int) -> Iterable[Batch]:
+        """The batches from optimizer step `start` to `stop`, `gradient_accumulation_steps` of them per step."""
+        plan, size = self.recipe.optimization, self.recipe.optimization.per_device_train_batch_size
+        place = self.accelerator.process_index, self.accelerator.num_processes
+        positions = train_batches(start, stop, size, plan.gradient_accumulation_steps, *place)
+        return loader(self.source, positions, self.pad_token_id)
+
+    def total_steps(self) -> int:
+        """The length of the run in optimizer steps: the limit in epochs, steps or tokens that is reached first."""
+        plan, per_step = self.recipe.optimization, sequences_per_step(self.recipe, self.accelerator)
+        unlimited = plan.max_train_steps is None and plan.max_train_tokens is None
+        epochs = plan.num_train_epochs or (DEFAULT_EPOCHS if unlimited else None)
+        limits = [math.ceil(epochs * len(self.source) / per_step)] if epochs else []
+        limits += [plan.max_train_steps] if plan.max_train_steps else []
+        if plan.max_train_tokens is not None:
+            most = min(limits, default=plan.max_train_tokens)  # a step has at least one token
+            return steps_for_tokens(self.source, per_step, plan.max_train_tokens, most)
+        return min(limits)
+
+    def warn_of_repetition(self, total_steps: int) -> None:
+        """Warn of a run that repeats its data so often that it learns them by heart, unless epochs were asked for."""
+        if self.recipe.optimization.num_train_epochs is not None:
+            return
+        per_step, unit = sequences_per_step(self.recipe, self.accelerator), self.recipe.unit
+        epochs = total_steps * per_step / len(self.source)
+        if epochs <= MANY_EPOCHS or not self.accelerator.is_main_process:
+            return
+        data = int(self.source.examples.lengths.sum()) if unit == "tokens" else len(self.source)
+        logger.warning(
+            f"the training data has {data:,} {unit}, and this run trains on {data * epochs:,.0f}: {epochs:,.0f} "
+            "epochs, which learn it by heart; give more data, or train on less"
+        )

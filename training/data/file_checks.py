@@ -11,15 +11,14 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_linear_attention._common.errors import UsageError, one_line
 from hf_linear_attention._common.reading import reading, require_file
-from hf_linear_attention.training.evaluation.libraries import missing_library, needs
 from hf_linear_attention.training.recipe import DataArguments, Recipe
-from hf_linear_attention.training.tasks import CLASSIFICATION, MESSAGES, QUESTION_COLUMNS
+from hf_linear_attention.training.tasks import CLASSIFICATION, MESSAGES, QUESTION_COLUMNS, missing_library, needs
 
 
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
@@ -69,6 +68,27 @@ def folder_files(data: DataArguments, split: str) -> list[str]:
     return sorted(map(str, found.get(split, ())))
 
 
+def column_instead(recipe: Recipe) -> str | None:
+    """The column that may stand in place of all `wanted_columns`: conversations need no text."""
+    return MESSAGES if recipe.model.task == "causal_lm" and "text_column_name" not in recipe.given else None
+
+
+def option_problems(
+    option: str,
+    path: str,
+    columns: Mapping[str, str | None],
+    instead: str | None = None,
+    kinds: Sequence[str] = SUFFIXES,
+) -> list[str]:
+    """One sentence for everything wrong with the file that `--option` names: its type, its path, and its content."""
+    if Path(path).suffix not in kinds:
+        return [f"`--{option} {path}`: the file must be one of {', '.join('*' + kind for kind in kinds)}"]
+    if not os.path.isfile(path):  # unlike `Path.is_file`, it is False in a folder that may not be read
+        what = "not a file" if os.path.exists(path) else "there is no such file, or its folder may not be read"
+        return [f"`--{option} {path}`: {what}; check the path"]
+    return file_problems(path, columns, instead)
+
+
 def check_data_file(path: str, columns: Mapping[str, str | None], instead: str | None = None) -> None:
     """Check a file of one of the types in `SUFFIXES`, which must have `columns` or else the column `instead`.
 
@@ -77,11 +97,6 @@ def check_data_file(path: str, columns: Mapping[str, str | None], instead: str |
     """
     if problems := file_problems(path, columns, instead):
         raise UsageError(*problems)
-
-
-def column_instead(recipe: Recipe) -> str | None:
-    """The column that may stand in place of all `wanted_columns`: conversations need no text."""
-    return MESSAGES if recipe.model.task == "causal_lm" and "text_column_name" not in recipe.given else None
 
 
 def file_problems(path: str, columns: Mapping[str, str | None], instead: str | None = None) -> list[str]:
@@ -94,18 +109,11 @@ def file_problems(path: str, columns: Mapping[str, str | None], instead: str | N
         names = _columns(path, state.st_size, state.st_mtime_ns)
     except UsageError as error:
         return list(error.problems)
-    if names is None:
+    if names is None or instead in names:
         return []
-    if instead is not None and instead in names:
-        return []
-    listed = ", ".join(names)
-    return [
-        (f"`--{option} {name}`" if option else f"`{name}`")
-        + f" is not a column of {path}, which has {listed}; rename a column"
-        + (", or name another one" if option else "")
-        for name, option in columns.items()
-        if name not in names
-    ]
+    named = {name: f"`--{option} {name}`" if option else f"`{name}`" for name, option in columns.items()}
+    rest = f"is not a column of {path}, which has {', '.join(names)}; rename a column, or name another one"
+    return [f"{text} {rest}" for name, text in named.items() if name not in names]
 
 
 def check_retrieval_file(path: str) -> None:
@@ -114,16 +122,11 @@ def check_retrieval_file(path: str) -> None:
     Raises:
         UsageError: if it is not.
     """
-    option = f"`--retrieval_file {path}`"
-    kinds = SUFFIXES[1:]  # a .txt has no columns
-    if Path(path).suffix not in kinds:
-        raise UsageError(f"{option}: the file must be one of {', '.join('*' + kind for kind in kinds)}")
-    if not Path(path).is_file():
-        raise UsageError(f"{option}: there is no such file; check the path")
+    problems = option_problems("retrieval_file", path, dict.fromkeys((QUERY, DOCUMENT)), kinds=SUFFIXES[1:])
     if (library := missing_library("embedding", "ndcg_at_10")) is not None:
-        raise UsageError(f"{option} {needs(library)}")
-    if problems := file_problems(path, dict.fromkeys((QUERY, DOCUMENT))):
-        raise UsageError(*(f"`--retrieval_file`: {problem}" for problem in problems))
+        problems.append(f"`--retrieval_file {path}` {needs(library)}")
+    if problems:
+        raise UsageError(*problems)
 
 
 @functools.lru_cache(maxsize=8)

@@ -17,7 +17,7 @@ import numpy as np
 
 from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.packing import Example, Examples, Part, Tokens, finished
-from hf_linear_attention.training.data.rows import class_labels, folder_of, refuse_bad, require_column
+from hf_linear_attention.training.data.rows import class_labels, folder_of, missing_labels, refuse_bad, require_column
 
 
 class Images:
@@ -61,15 +61,12 @@ def check_images(part: Part) -> None:
         DataError: if there are any, or no column with the images.
     """
     recipe, rows, data = part.recipe, part.rows, part.recipe.data
-    labelled = recipe.task.logits is not None and data.label_column_name in rows.column_names
     require_column(rows, "image_column_name", data.image_column_name)
-    root, bad = folder_of(part), {}
+    root = folder_of(part)
+    bad = missing_labels(rows, data.label_column_name) if recipe.task.logits is not None else {}
     for number, value in enumerate(_undecoded(part)):
         if (problem := _problem(value, root)) is not None:
             bad[number] = f"`{data.image_column_name}` {problem}"
-    for number, label in enumerate(rows[data.label_column_name] if labelled else ()):
-        if label is None:
-            bad.setdefault(number, f"`{data.label_column_name}` is missing")
     refuse_bad(bad, data, part.split)
 
 

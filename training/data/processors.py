@@ -52,10 +52,7 @@ def check_direction(recipe: Recipe, config: PreTrainedConfig, path: str) -> None
     """
     kind = getattr(config, "stock_model_type", config.model_type)
     if recipe.model.task == "causal_lm" and is_masked_lm(kind) and not is_causal_config(config, kind):
-        raise UsageError(
-            f"`--task causal_lm`: {path} ({kind}) attends to both sides, so it would see the tokens that it has to "
-            "predict; use `--task masked_lm`, or a decoder"
-        )
+        raise UsageError(f"`--task causal_lm`: {path} ({kind}) attends to both sides; use `--task masked_lm`")
 
 
 def load_speech_processor(recipe: Recipe) -> Any:
@@ -95,10 +92,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             # GPT-2's and RoBERTa's tokenizers take words only with a space before each.
             tokenizer = AutoTokenizer.from_pretrained(name, **options, add_prefix_space=True)
     if recipe.model.task == "masked_lm" and tokenizer.mask_token_id is None:
-        raise SetupError(
-            f"the tokenizer of {name} has no mask token, which `--task masked_lm` needs; choose another task or "
-            "`--tokenizer_name`"
-        )
+        raise SetupError(f"the tokenizer of {name} has no mask token; choose another task or `--tokenizer_name`")
     return tokenizer
 
 
@@ -119,9 +113,9 @@ def pad_token_id(processor: Processor) -> int:
     return int(next(token for token in candidates if token is not None))
 
 
-def load_config(recipe: Recipe) -> PreTrainedConfig:
-    """The config of the model that is trained."""
-    path = recipe.model.model_name_or_path
+def load_config(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
+    """The config of the model in `path`, by default of the one that is trained."""
+    path = path or recipe.model.model_name_or_path
     with reading(f"config.json of {path}"):
         return AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
 
@@ -155,10 +149,8 @@ def fill_dims(recipe: Recipe, config: PreTrainedConfig) -> None:
         options.matryoshka_dims = ",".join(str(count) for count in named if count < width) or None
     check_dims(options.matryoshka_dims, width)
     if options.matryoshka_dims is not None and recipe.sentence_files.has_more:
-        raise UsageError(
-            f"`--matryoshka_dims`: {recipe.model.model_name_or_path} changes embeddings after their pooling "
-            "(modules.json), which is not computed here; leave it out"
-        )
+        name = recipe.model.model_name_or_path
+        raise UsageError(f"`--matryoshka_dims`: {name} changes embeddings after their pooling; leave it out")
 
 
 def sequence_length(recipe: Recipe, processor: Processor, config: PreTrainedConfig) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.packing import Documents, Examples, Part, Tokens, finished
-from hf_linear_attention.training.data.rows import bad_text, refuse_bad, require_column
+from hf_linear_attention.training.data.rows import bad_texts, refuse_bad, require_column
 from hf_linear_attention.training.data.texts import require_fast
 from hf_linear_attention.training.tasks import QUESTION_COLUMNS
 
@@ -92,15 +92,9 @@ def check_questions(part: Part) -> None:
     recipe, rows, split = part.recipe, part.rows, part.split
     needs_answers = split == "validation" or bool(recipe.objective.task_loss_weight)
     if missing := [name for name in QUESTION_COLUMNS[: 2 + needs_answers] if name not in rows.column_names]:
-        raise DataError(
-            f"the {split} data has no column {' and '.join(missing)}, but {', '.join(rows.column_names)}; rename them "
-            "as in SQuAD: question, context, answers"
-        )
-    bad: dict[int, str] = {}
-    for name in QUESTION_COLUMNS[:2]:
-        for number, text in enumerate(rows[name]):
-            if not isinstance(text, str) or not text.strip():
-                bad.setdefault(number, bad_text(name, text))
+        found = ", ".join(rows.column_names)
+        raise DataError(f"the {split} data has no column {' and '.join(missing)} as in SQuAD, but {found}; rename them")
+    bad = bad_texts(rows, QUESTION_COLUMNS[:2])
     if "answers" in rows.column_names:
         for number, (context, answers) in enumerate(zip(rows["context"], rows["answers"], strict=True)):
             if number not in bad and (problem := _answer_problem(context, answers)) is not None:

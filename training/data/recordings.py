@@ -24,7 +24,7 @@ from hf_linear_attention._common.errors import DataError, SetupError
 from hf_linear_attention.attention.transformers_internals import count_frames
 from hf_linear_attention.training.data.packing import Example, Examples, Part, Tokens, finished
 from hf_linear_attention.training.data.processors import load_config
-from hf_linear_attention.training.data.rows import bad_text, folder_of, refuse_bad, require_column
+from hf_linear_attention.training.data.rows import bad_texts, folder_of, refuse_bad, require_column
 from hf_linear_attention.training.data.texts import target_tokens
 from hf_linear_attention.training.models import empty_model
 from hf_linear_attention.training.recipe import Recipe
@@ -196,22 +196,19 @@ def check_recordings(part: Part) -> None:
         name = recipe.data.text_column_name
         require_column(rows, "text_column_name", name)
         texts = list(rows[name])
-        bad |= {number: bad_text(name, text) for number, text in enumerate(texts) if not isinstance(text, str)}
+        bad |= bad_texts(rows, [name], may_be_empty=True)
     if longest is None and "input_values" in processor.feature_extractor.model_input_names:
         needed = np.ones(len(rows), np.int64)
         if recipe.task.logits == "frames" and _needs_text(part):
             strings = [text if isinstance(text, str) else "" for text in texts]
-            needed = np.array([max(1, frames_needed(ids)) for ids in processor.tokenizer(strings)["input_ids"]])
+            tokens = processor.tokenizer(strings)["input_ids"]
+            # An alignment has at least one frame for each token, and a blank between two equal ones.
+            needed = np.array([max(1, len(ids) + sum(a == b for a, b in itertools.pairwise(ids))) for ids in tokens])
         for number, found in enumerate(map(_frame_counter(recipe), counts.tolist())):
             if found < needed[number]:
                 what = f"{max(found, 0)} frames, but {needed[number]} are needed"
                 bad.setdefault(number, f"`{column}` is too short: the model makes {what}")
     refuse_bad(bad, recipe.data, part.split)
-
-
-def frames_needed(tokens: Sequence[int]) -> int:
-    """The frames that an alignment of these tokens has at least: one each, and a blank between two equal ones."""
-    return len(tokens) + sum(a == b for a, b in itertools.pairwise(tokens))
 
 
 def recording_examples(part: Part) -> Examples:

@@ -6,7 +6,8 @@ import csv
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,11 @@ def folder_of(part: Part) -> Path:
     return Path(path).parent if path is not None else Path()
 
 
-def load_rows(data: DataArguments, split: str, kinds: Mapping[str, Any] | None = None) -> datasets.Dataset | None:
+def load_rows(data: DataArguments, split: str, others: Collection[str] = ()) -> datasets.Dataset | None:
     """The raw rows of `split` ("train" or "validation"), or None if there is no data for it.
 
     Args:
-        kinds: the columns in use, and for `isinstance` the types of their values; `object` for any or no value. By
-            default, a column of texts and whatever stands beside them.
+        others: the columns in use besides those that `data` names.
 
     Raises:
         DataError: if a file cannot be read, or a .jsonl has lines that are not objects.
@@ -63,7 +63,8 @@ def load_rows(data: DataArguments, split: str, kinds: Mapping[str, Any] | None =
         except (DatasetGenerationError, ValueError, RecursionError, StopIteration) as error:
             if Path(path).suffix != ".jsonl":
                 raise DataError(f"{path} cannot be read: {error.__cause__ or error}") from error
-            return _read_line_by_line(path, data, kinds)
+            named = (data.text_column_name, data.text_pair_column_name, data.label_column_name, data.image_column_name)
+            return _read_line_by_line(path, {*named, *others} - {None})
     if data.dataset_name is None:
         return None
     with reading(f"`--dataset_name {data.dataset_name}`", "give a folder or the name of a data set"):
@@ -76,60 +77,37 @@ def load_rows(data: DataArguments, split: str, kinds: Mapping[str, Any] | None =
     return splits.get(split)
 
 
-def _read_line_by_line(path: str, data: DataArguments, kinds: Mapping[str, Any] | None) -> datasets.Dataset:
-    """The lines of a .jsonl that cannot be read at once, with the columns that are used."""
-    good: list[dict[str, Any]] = []
-    bad: list[str] = []
-    if kinds is None:
-        beside = [name for name in (data.text_pair_column_name, data.label_column_name) if name is not None]
-        kinds = {data.text_column_name: str, **dict.fromkeys(beside, object)}
-    with Path(path).open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            wrong = ["is not a JSON object"]
-            if isinstance(row, dict):
-                wrong = [
-                    f"`{name}` is {row.get(name)!r}" for name in kinds if not isinstance(row.get(name), kinds[name])
-                ]
-            if wrong:
-                bad.append(f"line {number}: {wrong[0]}")
-            else:
-                good.append({name: row[name] for name in kinds if name in row})
-    _refuse(bad, path)
-    try:
-        return datasets.Dataset.from_list(good)
-    except (ValueError, TypeError) as error:  # pyarrow's errors are both
-        raise DataError(
-            f"a column of {path} holds values of several types ({error}); give all its values the same type"
-        ) from error
-
-
-def check_rows(rows: datasets.Dataset, data: DataArguments, split: str, labelled: bool) -> None:
-    """Refuse rows that lack a text or, with `labelled`, have an empty text or no label.
+def _read_line_by_line(path: str, used: set[Any]) -> datasets.Dataset:
+    """The rows of a .jsonl that cannot be read at once, with the columns that are `used`.
 
     Raises:
-        DataError: if there are any, or no column with the texts.
+        DataError: naming the lines that are no objects, and the values of another type than most in their column.
     """
-    columns = [name for name in (data.text_column_name, data.text_pair_column_name) if name is not None]
-    for option, name in zip(("text_column_name", "text_pair_column_name"), columns):
-        require_column(rows, option, name)
-    labels = list(rows[data.label_column_name]) if labelled else None
+    rows: dict[int, dict[str, Any]] = {}
     bad: dict[int, str] = {}
-    for name in columns:
-        for number, text in enumerate(rows[name]):
-            if not isinstance(text, str):
-                bad.setdefault(number, bad_text(name, text))
-            elif not text.strip():
-                bad.setdefault(number, f"`{name}` is empty" + (", but has a label" if labelled else ""))
-    for number, label in enumerate(labels or ()):
-        if label is None or label == "":
-            bad.setdefault(number, f"`{data.label_column_name}` is missing")
-    refuse_bad(bad, data, split)
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    row = None
+                if isinstance(row, dict):
+                    rows[number] = row
+                else:
+                    bad[number] = "is not a JSON object"
+    columns = {name: [row.get(name) for row in rows.values()] for name in used if any(name in r for r in rows.values())}
+    for name, values in columns.items():
+        kinds = Counter(type(value) for value in values if value is not None)
+        if len(kinds) > 1 and kinds.keys() != {int, float}:
+            usual = kinds.most_common(1)[0][0]
+            others = {n: v for n, v in zip(rows, values, strict=True) if v is not None and type(v) is not usual}
+            bad |= {number: f"`{name}` is {value!r}" for number, value in others.items()}
+    _refuse([f"line {number}: {bad[number]}" for number in sorted(bad)], path)
+    try:
+        return datasets.Dataset.from_dict(columns)
+    except (ValueError, TypeError) as error:  # pyarrow's errors are both
+        raise DataError(f"{path} mixes types in a column ({error}); give its values the same type") from error
 
 
 def require_column(rows: datasets.Dataset, option: str, name: str) -> None:
@@ -154,9 +132,22 @@ def refuse_bad(bad: dict[int, str], data: DataArguments, split: str) -> None:
         _refuse([f"{places[number]}: {bad[number]}" for number in sorted(bad)], path or f"{data.dataset_name}, {split}")
 
 
-def bad_text(column: str, value: Any) -> str:
-    """The problem of a cell whose value is not a text, as a clause."""
-    return f"`{column}` is {value!r}, not a text"
+def bad_texts(rows: datasets.Dataset, names: Iterable[str], may_be_empty: bool = False) -> dict[int, str]:
+    """The problems, by row, of the cells of columns that must hold texts."""
+    bad: dict[int, str] = {}
+    for name in names:
+        for number, text in enumerate(rows[name]):
+            if not isinstance(text, str):
+                bad.setdefault(number, f"`{name}` is {text!r}, not a text")
+            elif not may_be_empty and not text.strip():
+                bad.setdefault(number, f"`{name}` is empty")
+    return bad
+
+
+def missing_labels(rows: datasets.Dataset, name: str) -> dict[int, str]:
+    """The rows without a value in the column of labels, if there is such a column."""
+    labels = enumerate(rows[name]) if name in rows.column_names else ()
+    return {number: f"`{name}` is missing" for number, label in labels if label is None or label == ""}
 
 
 def _refuse(bad: list[str], source: str) -> None:
@@ -200,10 +191,8 @@ def pair_scores(part: Part) -> list[float] | None:
     if split == "train":
         return None
     if name not in rows.column_names:
-        raise DataError(
-            f"`--label_column_name {name}`, the score of each pair, is not a column of the {split} data; it has "
-            f"{', '.join(rows.column_names)}"
-        )
+        columns = ", ".join(rows.column_names)
+        raise DataError(f"`--label_column_name {name}`, for scores, is not a column of the {split} data: {columns}")
     wrong = [value for value in rows[name] if isinstance(value, bool) or not isinstance(value, (int, float))]
     if wrong:
         raise DataError(f"column `{name}` holds {wrong[0]!r}, but scores must be numbers; correct the data")
@@ -227,9 +216,7 @@ def class_labels(part: Part, *, of_words: bool = False) -> list[Any] | None:
         raise DataError(f"`--label_column_name {name}` is not a column of the {split} data; it has {columns}")
     values = label_names(rows, name, path_of(recipe.data, split), of_words=of_words)
     if unknown := sorted({*(itertools.chain(*values) if of_words else values)} - {*known}):
-        raise DataError(
-            f"there are unknown classes in the {split} data: {unknown[:10]}; the known classes are {sorted(known)}"
-        )
+        raise DataError(f"unknown classes in the {split} data: {unknown[:10]}; known are {sorted(known)}")
     return [[known[value] for value in row] for row in values] if of_words else [known[value] for value in values]
 
 
@@ -247,10 +234,8 @@ def label_names(rows: datasets.Dataset, name: str, path: str | None = None, *, o
         if isinstance(feature, datasets.ClassLabel):
             return feature.int2str(value)
         if not isinstance(value, (str, int)):
-            raise DataError(
-                f"column `{name}` of {path or 'the data'} holds {value!r}, but classes must be whole numbers or names; "
-                "correct the data"
-            )
+            place = path or "the data"
+            raise DataError(f"column `{name}` of {place} holds {value!r}; classes are whole numbers or names")
         return str(value)
 
     return [[as_name(value) for value in row] if of_words else as_name(row) for row in rows[name]]

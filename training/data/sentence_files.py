@@ -69,8 +69,7 @@ class SentenceFiles:
         text = self.prompts[str(names[0])] if names else ""
         if text and not self.counts_prompt:
             raise UsageError(
-                f"{self.source} leaves the tokens of its prompts out of the pooling (`include_prompt`), which is not "
-                "supported here; remove its prompts"
+                f"{self.source} does not pool its prompts (`include_prompt`), as is done here; remove them"
             )
         return text
 
@@ -104,9 +103,9 @@ def _pooling(source: str, settings: dict[str, Any]) -> Pooling:
     used = [named] if isinstance(named, str) else list(named or ())
     used = used or [name for name, value in settings.items() if name.startswith("pooling_mode_") and value]
     if len(used) > 1 or not {*used} <= {*POOLINGS}:
+        named = ", ".join(map(str, used))
         raise UsageError(
-            f"{source} pools by {', '.join(map(str, used))}, which cannot be computed here; one of mean, cls, max and "
-            "lasttoken can (1_Pooling/config.json)"
+            f"{source} pools by {named} (1_Pooling/config.json); allowed is one of mean, cls, max, lasttoken"
         )
     return POOLINGS[used[0]] if used else "mean"
 

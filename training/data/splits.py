@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_linear_attention._common.errors import DataError
-from hf_linear_attention.training.data.file_checks import column_instead
 from hf_linear_attention.training.data.images import check_images, image_examples
 from hf_linear_attention.training.data.packing import Examples, Part
 from hf_linear_attention.training.data.processors import Processor, fill_dims, load_config, sequence_length
@@ -25,7 +24,7 @@ from hf_linear_attention.training.data.texts import (
 )
 from hf_linear_attention.training.models import class_mapping
 from hf_linear_attention.training.recipe import Recipe
-from hf_linear_attention.training.tasks import QUESTION_COLUMNS
+from hf_linear_attention.training.tasks import MESSAGES, QUESTION_COLUMNS
 
 
 @dataclass
@@ -69,11 +68,9 @@ READERS = {
 
 def _read(recipe: Recipe, processor: Processor, max_length: int, check: Callable[[Part], None]) -> list[Part]:
     """The rows of every split that exists."""
-    found = {
-        split: rows
-        for split in ("train", "validation")
-        if (rows := load_rows(recipe.data, split, _kinds(recipe))) is not None
-    }
+    others = {recipe.task_options.audio_column_name, *recipe.task.label_columns, *QUESTION_COLUMNS, MESSAGES}
+    read = {split: load_rows(recipe.data, split, others) for split in ("train", "validation")}
+    found = {split: rows for split, rows in read.items() if rows is not None}
     if "label_column_name" not in recipe.given:
         present = {name for rows in found.values() for name in rows.column_names}
         named = [name for name in recipe.task.label_columns if name in present]
@@ -82,23 +79,6 @@ def _read(recipe: Recipe, processor: Processor, max_length: int, check: Callable
     for part in parts:
         check(part)
     return parts
-
-
-def _kinds(recipe: Recipe) -> dict[str, Any]:
-    """The columns that a task may use, with the types of their values (see `load_rows`)."""
-    data, task, name = recipe.data, recipe.task, recipe.model.task
-    labels = dict.fromkeys((data.label_column_name, *task.label_columns), object)
-    if name == "question_answering":
-        return dict(zip(QUESTION_COLUMNS, (str, str, object), strict=True))
-    if task.inputs == "images":
-        return {data.image_column_name: object, **labels}
-    if task.inputs == "sound":
-        return {recipe.task_options.audio_column_name: object, data.text_column_name: object}
-    if (messages := column_instead(recipe)) is not None:  # either of the two columns
-        return {data.text_column_name: (str, type(None)), messages: (list, type(None))}
-    texts = {data.text_column_name: list if name == "token_classification" else str}
-    pair = {} if data.text_pair_column_name is None else {data.text_pair_column_name: str}
-    return {**texts, **pair, **labels}
 
 
 def _classes(recipe: Recipe, parts: list[Part]) -> dict[str, int] | None:

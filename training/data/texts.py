@@ -1,4 +1,8 @@
-"""Conversion of texts, from files and `datasets` data sets, to examples of token ids (`packing.py`).
+"""Tokenization of texts. `datasets` keeps the tokens on disk: a second run on the same texts finds those of the first.
+
+The key is a hash of the texts, the state of the tokenizer, and the options of the call.
+
+Conversion of texts, from files and `datasets` data sets, to examples of token ids (`packing.py`).
 
 | task                    | .txt                                        | a file of rows, or --dataset_name   |
 | causal_lm, training     | one document, cut into blocks               | BOS + text of a row, packed         |
@@ -23,9 +27,14 @@ token that ends it. Conversations are not packed, and are cut to `--max_length` 
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import DataError, SetupError
@@ -40,26 +49,111 @@ from hf_linear_attention.training.data.packing import (
     finished,
 )
 from hf_linear_attention.training.data.rows import (
-    check_rows,
+    bad_texts,
     class_labels,
+    missing_labels,
     pair_scores,
     path_of,
     refuse_bad,
     require_column,
 )
-from hf_linear_attention.training.data.tokenization import document_ends, joined, paragraphs, tokenize_texts
 from hf_linear_attention.training.tasks import MESSAGES
+
+
+FOLDER = "hf_linear_attention_tokens"
+
+
+def tokenize_texts(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, pairs: list[str] | None = None, **options: Any
+) -> dict[str, list[Tokens]]:
+    """The fields of the tokenizer's output, such as `input_ids`, for every text or pair of a text with that in `pairs`.
+
+    Args:
+        **options: keywords for the tokenizer.
+    """
+
+    def tokenize(places: list[int]) -> dict[str, Any]:
+        chosen = slice(places[0], places[-1] + 1)
+        return fields(texts[chosen], tokenizer, pairs and pairs[chosen], **options)
+
+    if not texts:
+        return {"input_ids": []}
+    key = _key(texts, tokenizer, pairs, options)
+    found = datasets.Dataset.from_dict({"place": list(range(len(texts)))}).map(
+        tokenize,
+        input_columns="place",
+        remove_columns="place",
+        batched=True,
+        desc="tokenizing",
+        new_fingerprint=key or "not_kept",
+        cache_file_name=key and str(Path(datasets.config.HF_DATASETS_CACHE) / FOLDER / f"{key}.arrow"),
+    )
+    return {name: _rows(found.data.column(name)) for name in found.column_names}
+
+
+def fields(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, pairs: list[str] | None = None, **options: Any
+) -> dict[str, list[list[int]]]:
+    """The fields of the tokenizer's output, as lists."""
+    # verbose=False suppresses a warning: a whole file is longer than the model's limit on purpose, and is cut later.
+    options = {"return_token_type_ids": False, **options}
+    return dict(tokenizer(texts, pairs, return_attention_mask=False, verbose=False, **options))
+
+
+def _key(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, pairs: list[str] | None, options: dict[str, Any]
+) -> str | None:
+    """The key of a result; None for a tokenizer written in Python, whose state cannot be hashed."""
+    if not tokenizer.is_fast:
+        return None
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state |= {"truncation": None, "padding": None}  # these are left over from the last call
+    return Hasher.hash(
+        [json.dumps(state, sort_keys=True), tokenizer.truncation_side, texts, pairs, sorted(options.items())]
+    )
+
+
+def _rows(column: Any) -> list[Tokens]:
+    """The rows of a column of `datasets`."""
+    rows: list[Tokens] = []
+    for chunk in column.chunks:
+        ends = np.cumsum(chunk.value_lengths().to_numpy())
+        rows += np.split(chunk.flatten().to_numpy().astype(np.int64), ends[:-1])
+    return rows
+
+
+def joined(first: int | None, tokens: Tokens, last: int | None = None) -> Tokens:
+    """`tokens` with the ids `first` before and `last` after them; None adds nothing."""
+    before = [] if first is None else [first]
+    after = [] if last is None else [last]
+    return np.concatenate([before, tokens, after]).astype(np.int64)
+
+
+def paragraphs(text: str) -> list[str]:
+    """The parts of `text` that blank lines separate, or its lines if there is no blank line."""
+    found = re.split(r"\n(?:[ \t\r]*\n)+", text.strip())
+    return [paragraph for paragraph in (found if len(found) > 1 else text.splitlines()) if paragraph.strip()]
 
 
 ASSISTANT = "assistant"
 
 
 def check_texts(part: Part) -> None:
-    """Refuse rows that `build_examples` does not accept (`check_rows`); a .txt is accepted as it is."""
-    recipe, rows = part.recipe, part.rows
-    if not _is_running_text(part):
-        column, labelled = recipe.data.label_column_name, recipe.model.task == "sequence_classification"
-        check_rows(rows, recipe.data, part.split, labelled and column in rows.column_names)
+    """Refuse rows that lack a text or, for a classifier, a label, where there are labels; a .txt is accepted as it is.
+
+    Raises:
+        DataError: if there are any, or no column with the texts.
+    """
+    data, rows = part.recipe.data, part.rows
+    if _is_running_text(part):
+        return
+    named = {"text_column_name": data.text_column_name, "text_pair_column_name": data.text_pair_column_name}
+    columns = {option: name for option, name in named.items() if name is not None}
+    for option, name in columns.items():
+        require_column(rows, option, name)
+    labelled = part.recipe.model.task == "sequence_classification"
+    missing = missing_labels(rows, data.label_column_name) if labelled else {}
+    refuse_bad(missing | bad_texts(rows, columns.values()), data, part.split)
 
 
 def _is_running_text(part: Part) -> bool:
@@ -93,13 +187,17 @@ def build_examples(part: Part) -> Examples:
     )
     documents = columns.pop("input_ids")
     if pairs is None:
-        documents = _without_empty(documents, keep=labels is not None)
+        empty = [number for number, document in enumerate(documents) if len(document) == 0]
+        if empty and labels is not None:  # accuracy must count every labelled text
+            raise DataError(f"row {empty[0]} has a label, but no tokens (as {len(empty)} row(s)); remove such rows")
+        documents = [document for document in documents if len(document)]
     return finished(Documents(documents, labels, **columns), part)
 
 
 def _causal_examples(part: Part, texts: list[str], running_text: bool) -> Examples:
     tokenizer, max_length, training = part.processor, part.max_length, part.split == "train"
-    bos, end = document_ends(tokenizer)
+    bos = tokenizer.bos_token_id  # before a document, or otherwise an EOS token after it
+    end = None if bos is not None else tokenizer.eos_token_id
     found = tokenize_texts(texts, tokenizer, add_special_tokens=False)["input_ids"]
     if running_text:
         return (
@@ -109,20 +207,6 @@ def _causal_examples(part: Part, texts: list[str], running_text: bool) -> Exampl
     if training:
         return PackedBlocks([np.concatenate(documents)] if part.recipe.data.join_documents else documents, max_length)
     return Documents([document[:max_length] for document in documents], "tokens")
-
-
-def _without_empty(documents: list[Tokens], keep: bool) -> list[Tokens]:
-    """The documents that have tokens.
-
-    Raises:
-        DataError: if a document is empty and `keep` is set, because accuracy must count every labelled text.
-    """
-    empty = [number for number, document in enumerate(documents) if len(document) == 0]
-    if empty and keep:
-        raise DataError(
-            f"row {empty[0]} has a label, but its text has no tokens (as in {len(empty)} row(s)); remove such rows"
-        )
-    return [document for document in documents if len(document)]
 
 
 def target_examples(part: Part) -> Examples:
@@ -151,10 +235,7 @@ def require_fast(tokenizer: PreTrainedTokenizerBase, lacks: str) -> None:
         SetupError: if it is.
     """
     if not tokenizer.is_fast:
-        raise SetupError(
-            f"{type(tokenizer).__name__} does not tell {lacks}; convert it to a fast tokenizer (tokenizer.json), or "
-            "give one with `--tokenizer_name`"
-        )
+        raise SetupError(f"{type(tokenizer).__name__} does not tell {lacks}; give a fast one with `--tokenizer_name`")
 
 
 def check_words(part: Part) -> None:
@@ -217,10 +298,8 @@ def check_language(part: Part) -> None:
     recipe, rows, split = part.recipe, part.rows, part.split
     if not _is_conversation(part):
         if "predict_with_generate" in recipe.given:
-            raise DataError(
-                f"`--predict_with_generate` is for conversations, but the {split} data has no column `{MESSAGES}`; it "
-                f"has {', '.join(rows.column_names)}"
-            )
+            columns = ", ".join(rows.column_names)
+            raise DataError(f"`--predict_with_generate` needs a column `{MESSAGES}`; the {split} data has {columns}")
         check_texts(part)
         return
     bad = {number: text for number, row in enumerate(rows[MESSAGES]) if (text := _problem(row)) is not None}
@@ -246,10 +325,7 @@ def language_examples(part: Part) -> Examples:
         return build_examples(part)
     tokenizer, max_length = part.processor, part.max_length
     if tokenizer.chat_template is None or not tokenizer.is_fast:
-        raise SetupError(
-            f"the column `{MESSAGES}` needs a fast tokenizer (tokenizer.json) with a chat template; give one with "
-            "`--tokenizer_name`, or train on texts"
-        )
+        raise SetupError(f"`{MESSAGES}` needs a fast tokenizer with a chat template; give one with `--tokenizer_name`")
     documents: list[Tokens] = []
     columns: dict[str, list[Any]] = {"labels": [], "prompt_length": [], "loss_mask": []}
     for messages in part.rows[MESSAGES]:
@@ -280,8 +356,7 @@ def _rendered(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase
         before, after = render(number, True), render(number + 1, False)
         if not (text.startswith(after) and after.startswith(before)):
             raise SetupError(
-                "the chat template changes earlier messages when a conversation goes on, so the answers cannot be "
-                "found in it; give one answer in each row, or another template"
+                "the chat template changes earlier messages; give one answer in each row, or another template"
             )
         spans.append((len(before), len(after)))
     return text, spans

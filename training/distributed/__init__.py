@@ -259,73 +259,63 @@ def start_processes(recipe: Recipe) -> Accelerator:
 
 
 def _refuse_before(recipe: Recipe) -> None:
-    """Refuse launch files with which accelerate would fail without advice, or train something else silently."""
+    """Refuse launch files with which accelerate would fail without advice, or train something else silently.
+
+    Raises:
+        SetupError: if the launch file is one; it names all settings that do not work.
+    """
     if _precision(recipe) == "fp8":
         raise SetupError(
-            "the launch file asks for mixed precision fp8, which this loop does not support (a linear attention state "
-            "in 8 bits would be wrong after a few tokens); allowed are no, fp16 and bf16: set `mixed_precision: bf16` "
-            "in the launch file"
+            "the launch file asks for fp8; allowed are no, fp16 and bf16: set `mixed_precision: bf16` in it"
         )
-    if _is_on(DEEPSPEED):
-        if not is_deepspeed_available():
-            raise SetupError("the launch file asks for DeepSpeed, which is not installed: `pip install deepspeed`")
-        _refuse_with_shards(recipe, "DeepSpeed", _wrong_with_deepspeed(recipe))
-    if _is_on("ACCELERATE_USE_FSDP"):
-        if not torch.cuda.is_available():
-            raise SetupError(
-                "the launch file asks for FSDP, but without a GPU accelerate would silently use DDP instead; launch "
-                "with training/launch/cpu2.yaml"
-            )
-        _refuse_with_shards(recipe, "FSDP", _wrong_with_fsdp())
+    shards = {"DeepSpeed": DEEPSPEED, "FSDP": "ACCELERATE_USE_FSDP"}
+    engine = next((name for name, variable in shards.items() if _is_on(variable)), None)
+    if engine is None:
+        return
+    if engine == "DeepSpeed" and not is_deepspeed_available():
+        raise SetupError("the launch file asks for DeepSpeed, which is not installed: `pip install deepspeed`")
+    if engine == "FSDP" and not torch.cuda.is_available():
+        raise SetupError("the launch file asks for FSDP, which needs a GPU; launch with training/launch/cpu2.yaml")
+    conditions = _wrong_with_deepspeed(recipe) if engine == "DeepSpeed" else _wrong_with_fsdp()
+    weights = recipe.objective
+    conditions |= {
+        "mixed precision fp16 (allowed are no, bf16)": _precision(recipe) == "fp16",
+        "attention transfer, which trains the mechanisms alone": bool(
+            weights.attention_transfer_weight or weights.attention_map_weight
+        ),
+        "`--use_peft`": recipe.model.use_peft,
+    }
+    if wrong := [name for name, is_wrong in conditions.items() if is_wrong]:
+        text = f"the launch file asks for {engine}, which does not work with {'; '.join(wrong)}"
+        raise SetupError(f"{text}; change these settings, or launch with training/launch/ddp.yaml")
 
 
-def _wrong_with_deepspeed(recipe: Recipe) -> list[str]:
+def _wrong_with_deepspeed(recipe: Recipe) -> dict[str, bool]:
     stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
     moved = {os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE", "none") for what in ("OPTIMIZER", "PARAM")}
     # With this flag, from_pretrained would split every model that is loaded, including the teacher.
     splits_on_load = stage == 3 and _is_on("ACCELERATE_DEEPSPEED_ZERO3_INIT", default="true")
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    conditions = {
+    decays = bool(recipe.optimization.weight_decay)
+    return {
         f"`zero_stage: {stage}` in the launch file (allowed are 2, 3)": stage not in (2, 3),
         "`deepspeed_config_file` in the launch file (allowed are the settings of zero2.yaml and zero3.yaml)": file
         != "none",
         "offloading in the launch file (allowed is `none`)": moved != {"none"},
         "`zero3_init_flag: true` in the launch file": splits_on_load,
         # DeepSpeed gives parameters without a gradient one of zeros, so that the weight decay would change them.
-        "`--weight_decay` with an objective that leaves the output layer out": bool(recipe.optimization.weight_decay)
+        "`--weight_decay` with an objective that leaves the output layer out": decays
         and not _all_reach_the_loss(recipe),
     }
-    return [name for name, is_wrong in conditions.items() if is_wrong]
 
 
-def _wrong_with_fsdp() -> list[str]:
+def _wrong_with_fsdp() -> dict[str, bool]:
     version = os.environ.get("FSDP_VERSION", "1")
-    conditions = {
+    return {
         f"`fsdp_version: {version}` in the launch file (allowed is 2)": version != "2",
         # With it, the teacher would have weights on the main process alone.
         "`fsdp_cpu_ram_efficient_loading: true` in the launch file": _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"),
     }
-    return [name for name, is_wrong in conditions.items() if is_wrong]
-
-
-def _refuse_with_shards(recipe: Recipe, engine: str, wrong: list[str]) -> None:
-    """Refuse settings, `wrong` and others, that do not work if no process has a whole model or optimizer.
-
-    Raises:
-        SetupError: if there are any; it names all of them.
-    """
-    transfer = any((recipe.objective.attention_transfer_weight, recipe.objective.attention_map_weight))
-    wrong = [
-        *wrong,
-        *(["mixed precision fp16 (allowed are no, bf16)"] if _precision(recipe) == "fp16" else []),
-        *(["attention transfer, which trains the mechanisms alone"] if transfer else []),
-        *(["`--use_peft`"] if recipe.model.use_peft else []),
-    ]
-    if wrong:
-        raise SetupError(
-            f"the launch file asks for {engine}, whose shards do not work with {'; '.join(wrong)}; change these "
-            "settings, or launch with training/launch/ddp.yaml, which keeps a whole model on every process"
-        )
 
 
 def _precision(recipe: Recipe) -> str | None:

@@ -35,11 +35,10 @@ from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, 
 from hf_linear_attention.training.data.file_checks import DOCUMENT, QUERY
 from hf_linear_attention.training.data.packing import Documents, Examples
 from hf_linear_attention.training.data.processors import Processor, load_config, pad_token_id, sequence_length
-from hf_linear_attention.training.data.rows import bad_text, load_rows, refuse_bad, require_column
+from hf_linear_attention.training.data.rows import bad_texts, load_rows, refuse_bad, require_column
 from hf_linear_attention.training.data.sentence_files import DOCUMENT_PROMPTS, QUERY_PROMPTS, Pooling
-from hf_linear_attention.training.data.tokenization import tokenize_texts
-from hf_linear_attention.training.evaluation.evaluator import each_once
-from hf_linear_attention.training.evaluation.scores import TeacherCosine, pair_similarity, scored
+from hf_linear_attention.training.data.texts import tokenize_texts
+from hf_linear_attention.training.evaluation.evaluator import each_once, spearman
 from hf_linear_attention.training.losses.outputs import cosines_at, hidden_states_of, pooled, run_model
 from hf_linear_attention.training.losses.teacher import Teacher, TeacherWindows
 from hf_linear_attention.training.recipe import DataArguments, Recipe, parse_dims
@@ -64,18 +63,14 @@ def read_retrieval(path: str) -> Retrieval:
         DataError: if a row has no document, or no row has a query.
     """
     data = DataArguments(validation_file=path)
-    rows = load_rows(data, "validation", {QUERY: (str, type(None)), DOCUMENT: str})
+    rows = load_rows(data, "validation", (QUERY, DOCUMENT))
     if rows is None:
         raise RuntimeError("the file is named above")
     for name in (QUERY, DOCUMENT):
         require_column(rows, "retrieval_file", name)
-    bad: dict[int, str] = {}
-    for number, (query, document) in enumerate(zip(rows[QUERY], rows[DOCUMENT], strict=True)):
-        if not isinstance(document, str) or not document.strip():
-            bad[number] = bad_text(DOCUMENT, document) if not isinstance(document, str) else f"`{DOCUMENT}` is empty"
-        elif query is not None and not isinstance(query, str):
-            bad[number] = bad_text(QUERY, query)
-    refuse_bad(bad, data, "validation")
+    others = {n: query for n, query in enumerate(rows[QUERY]) if query is not None and not isinstance(query, str)}
+    bad = {number: f"`{QUERY}` is {query!r}, not a text" for number, query in others.items()}
+    refuse_bad(bad | bad_texts(rows, [DOCUMENT]), data, "validation")
     documents: dict[str, int] = {}
     relevant: dict[str, set[int]] = {}
     for query, document in zip(rows[QUERY], rows[DOCUMENT], strict=True):
@@ -221,14 +216,13 @@ class EmbeddingEvaluator:
         """The figures, named `eval_<figure>`. The model stays in the mode that it had."""
         was_training = model.training
         model.eval()
-        rows: list[tuple[int, list[float], int]] = []
+        rows: list[tuple[int, list[float]]] = []
         labelled: list[tuple[int, float, list[float]]] = []
         for batch in progress(batches, "evaluating", self.accelerator.is_main_process):
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             mine, index = self._embed(model, batch), batch["index"].tolist()
             cosines = cosines_at(mine, self._embed(None, batch), self.dims)
-            tokens = token_weights(batch, 1).sum(-1).int().tolist()
-            rows += zip(index, cosines.T.tolist(), tokens, strict=True)
+            rows += zip(index, cosines.T.tolist(), strict=True)
             if "labels" in batch:
                 labelled += zip(index, batch["labels"].tolist(), mine.tolist(), strict=True)
         result = self._cosines(each_once(gather_object(rows)))
@@ -246,21 +240,16 @@ class EmbeddingEvaluator:
                 hidden = hidden_states_of(run_model(model, batch, "last"), "last")[-1]
         return pooled(hidden, token_weights(batch, hidden.shape[1]) > 0, self.pooling)
 
-    def _cosines(self, rows: list[tuple[int, list[float], int]]) -> dict[str, float]:
+    def _cosines(self, rows: list[tuple[int, list[float]]]) -> dict[str, float]:
         def figures(count: int | None) -> dict[str, float]:
-            place = 0 if count is None else 1 + self.dims.index(count)
-            found = scored(TeacherCosine, [row[1][place] for row in rows], [row[2] for row in rows])
-            return {name: value for name, value in found.items() if count is None or name != "samples"}
+            cosines = [row[1][0 if count is None else 1 + self.dims.index(count)] for row in rows]
+            mean = math.fsum(cosines) / max(len(cosines), 1)
+            return {"cosine": mean, "cosine_min": min(cosines, default=0.0)}
 
-        return at_dimensions(figures, self.dims)
+        return {"samples": len(rows), **at_dimensions(figures, self.dims)}
 
     def _similarity(self, labelled: list[tuple[int, float, list[float]]]) -> dict[str, float]:
-        """Spearman's correlation between the scores of pairs and the cosine similarities of their embeddings.
-
-        Args:
-            labelled: number, score of the pair and embedding of every text, sorted by number; texts 2 i and 2 i + 1 are
-                a pair.
-        """
+        """The figures of pairs (`pair_similarity`), given number, score and embedding of every text, by number."""
         whole = labelled[: len(labelled) // 2 * 2]
         if not whole:
             return {}
@@ -302,14 +291,18 @@ def embed(
     return F.normalize(torch.cat(rows), dim=-1)
 
 
-def compare_pairs(mine: Tensor, yours: Tensor, scores: Sequence[float]) -> dict[str, float]:
-    """Spearman's correlation between the similarities of pairs of texts and their scores, for both models.
+def pair_similarity(embeddings: Tensor, scores: Sequence[float]) -> dict[str, float]:
+    """Spearman's correlation between the cosine similarities of pairs of embeddings and the scores of the pairs.
 
     Args:
-        mine: the embeddings `[texts, D]` of the student; the texts of a pair follow each other.
-        yours: those of the teacher.
+        embeddings: [texts, D]; rows 2 i and 2 i + 1 are a pair.
         scores: one score per pair.
     """
+    return spearman(F.cosine_similarity(embeddings[0::2], embeddings[1::2], dim=-1).tolist(), scores)
+
+
+def compare_pairs(mine: Tensor, yours: Tensor, scores: Sequence[float]) -> dict[str, float]:
+    """The figures of pairs (`pair_similarity`), for the embeddings `[texts, D]` of the student and of the teacher."""
     return with_teacher(pair_similarity(mine, scores), pair_similarity(yours, scores))
 
 

@@ -1,38 +1,139 @@
 """Evaluation of a model with logits on a data set, the same on any number of processes, and the best evaluation.
 
+scikit-learn, scipy, seqeval and jiwer compute scores; this file computes what they lack: means, and the F1 score of the
+words of texts as in SQuAD's evaluation. What needs a library that is missing is left out (`tasks.py`).
+
 With `--predict_with_generate`, models also generate texts for the inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention.training.checkpoints import TrainingState
 from hf_linear_attention.training.data.batches import Batch, aligned_labels
 from hf_linear_attention.training.data.packing import IGNORED, FirstExamples
-from hf_linear_attention.training.evaluation.scores import (
-    GREATER_IS_BETTER,
-    Classification,
-    ErrorRates,
-    Score,
-    Tagging,
-    TextMatch,
-    TokenLoss,
-    equal_share,
-    scored,
-)
 from hf_linear_attention.training.losses.outputs import logits_of, run_model, scored_logits
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.recipe import Recipe
-from hf_linear_attention.training.tasks import TASKS
+from hf_linear_attention.training.tasks import RETRIEVAL, TASKS, can_score
+
+
+GREATER_IS_BETTER = {
+    **dict.fromkeys(("nats_per_token", "perplexity", "wer", "cer"), False),
+    **dict.fromkeys(("accuracy", "f1", "exact_match", "same_text", "spearman", "cosine", "cosine_min"), True),
+    **dict.fromkeys(RETRIEVAL, True),
+}
+
+
+def token_loss(nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
+    """Nats per token and perplexity, given the summed nats and the number of scored tokens of every text."""
+    count = sum(tokens)
+    mean = math.fsum(nats) / max(count, 1)
+    return {"nats_per_token": mean, "perplexity": math.exp(min(mean, 700.0)), "tokens": count}
+
+
+def classification(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+    """Accuracy and F1 score of class indices.
+
+    F1 is that of class 1 if there are two classes, otherwise the mean over the classes that occur.
+    """
+    found: dict[str, float] = {"accuracy": equal_share(predictions, references), "samples": len(references)}
+    if can_score("sklearn"):
+        from sklearn.metrics import f1_score
+
+        average = "binary" if {*predictions, *references} <= {0, 1} else "macro"
+        found["f1"] = float(f1_score(references, predictions, average=average, zero_division=0))
+    return found
+
+
+def equal_share(predictions: Sequence[Any], references: Sequence[Any]) -> float:
+    """The share of predictions that equal their references."""
+    return sum(a == b for a, b in zip(predictions, references, strict=True)) / max(len(references), 1)
+
+
+def tagging(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Accuracy of the tags of words, and F1 score of the spans that they mark, given the tags of every text.
+
+    With tags such as B-PER and I-PER, a span counts only if its type, beginning and end are right, as in CoNLL-2000's
+    evaluation; I-X that continues no X begins a span. A tag without such a beginning, but O, marks its own word.
+    """
+    mine, yours = ([tag for row in rows for tag in row] for rows in (predictions, references))
+    found: dict[str, float] = {"accuracy": equal_share(mine, yours), "words": len(yours)}
+    if can_score("seqeval"):
+        from seqeval.metrics import f1_score
+
+        spans = ([[_as_span(tag) for tag in row] for row in rows] for rows in (references, predictions))
+        found["f1"] = float(f1_score(*spans, zero_division=0))
+    return found
+
+
+def _as_span(tag: str) -> str:
+    """The tag as seqeval reads it, which takes the first letter of a tag without a hyphen for its beginning."""
+    return tag if tag == "O" or re.match(r"[BIES]-", tag) else f"B-{tag}"
+
+
+def text_match(
+    predictions: Sequence[str], references: Sequence[Sequence[str]], ignores_case: bool = True
+) -> dict[str, float]:
+    """Share of texts that equal a reference, and mean F1 score of their words. Each text has one reference or more.
+
+    The best reference counts. With `ignores_case`, case, punctuation and the articles a, an, the do not count, as in
+    SQuAD's evaluation.
+    """
+    words = counted_words if ignores_case else str.split
+    pairs = [(words(mine), [words(yours) for yours in known]) for mine, known in zip(predictions, references)]
+    count = max(len(pairs), 1)
+    exact = sum(mine in known for mine, known in pairs)
+    f1 = math.fsum(max((word_f1(mine, yours) for yours in known), default=0.0) for mine, known in pairs)
+    return {"exact_match": exact / count, "f1": f1 / count, "texts": len(pairs)}
+
+
+def counted_words(text: str) -> list[str]:
+    """The words of a text that count."""
+    bare = "".join(character for character in text.lower() if character not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", bare).split()
+
+
+def word_f1(mine: Sequence[str], yours: Sequence[str]) -> float:
+    """The harmonic mean of precision and recall of the words `mine`; 1 if there are none in either."""
+    if not mine or not yours:
+        return float(mine == yours)
+    return 2 * (Counter(mine) & Counter(yours)).total() / (len(mine) + len(yours))
+
+
+def error_rates(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """Word error rate and character error rate. Case and punctuation count, white space only separates words."""
+    found: dict[str, float] = {"texts": len(references)}
+    if references and can_score("jiwer"):
+        import jiwer
+
+        mine, yours = ([" ".join(text.split()) for text in texts] for texts in (predictions, references))
+        found |= {"wer": jiwer.wer(yours, mine), "cer": jiwer.cer(yours, mine)}
+    return found
+
+
+def spearman(predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
+    """Spearman's rank correlation, with mean ranks for ties; NaN if predictions or references are constant."""
+    if not can_score("scipy"):
+        return {}
+    from scipy.stats import spearmanr
+
+    constant = min(len({*predictions}), len({*references})) < 2  # scipy would warn
+    return {"spearman": math.nan if constant else float(spearmanr(predictions, references).statistic)}
 
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "input_features", "input_values")
@@ -42,7 +143,7 @@ Generated = tuple[int, Any, str | None, Any]
 LONGEST_ANSWER = 30  # tokens, as in the evaluation of BERT on SQuAD
 
 Figures = tuple[list[Any], list[Any]]
-"""Prediction and reference of every example in a batch, in the form that the metric expects."""
+"""Prediction and reference of every example in a batch, in the form that the score expects."""
 
 
 def token_nats(batch: Batch, outputs: Any, task: str) -> Figures:
@@ -83,14 +184,15 @@ def _frames(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
     return [row[:count] for row, count in zip(rows, counts, strict=True)], [0] * len(rows)
 
 
-# How the predictions of a task are read from a batch and its outputs, and their metric. Other tasks with logits are
-# scored by their nats per token, and tasks without by the similarity to the teacher (`embedding_evaluator.py`).
-SCORES: dict[str, tuple[Callable[[Batch, Any, Mapping[int, str]], Figures], type[Score]]] = {
-    "sequence_classification": (_classes, Classification),
-    "image_classification": (_classes, Classification),
-    "token_classification": (_tags, Tagging),
-    "question_answering": (_answers, TextMatch),
-    "ctc": (_frames, ErrorRates),
+Score = Callable[..., dict[str, float]]
+# How the predictions of a task are read from a batch and its outputs, and their score. Other tasks with logits are
+# scored by their nats per token, and tasks without by the similarity to the teacher (`embeddings.py`).
+SCORES: dict[str, tuple[Callable[[Batch, Any, Mapping[int, str]], Figures], Score]] = {
+    "sequence_classification": (_classes, classification),
+    "image_classification": (_classes, classification),
+    "token_classification": (_tags, tagging),
+    "question_answering": (_answers, text_match),
+    "ctc": (_frames, error_rates),
 }
 
 
@@ -101,15 +203,16 @@ class Generation:
         self.processor, self.max_length, self.is_sharded = processor, max_length, is_sharded
 
     @torch.no_grad()
-    def texts(self, model: Any, batch: Batch) -> list[str]:
-        """The texts that the model generates for the inputs of `batch`."""
-        inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch}
+    def _tokens(self, model: Any, **inputs: Any) -> Tensor:
         # The processes that share a sharded model must make as many forward passes as the slowest.
         more = {"synced_gpus": True} if self.is_sharded else {}
-        found = model.generate(**inputs, max_new_tokens=self.max_length, do_sample=False, num_beams=1, **more)
+        return model.generate(**inputs, max_new_tokens=self.max_length, do_sample=False, num_beams=1, **more)
+
+    def texts(self, model: Any, batch: Batch) -> list[str]:
+        """The texts that the model generates for the inputs of `batch`."""
+        found = self._tokens(model, **{name: batch[name] for name in MODEL_INPUTS if name in batch})
         return self.processor.batch_decode(found, skip_special_tokens=True)
 
-    @torch.no_grad()
     def ends(self, model: Any, batch: Batch) -> list[bool]:
         """Whether the answer that the model gives to the last message of every conversation ends."""
         stop = model.generation_config.eos_token_id
@@ -117,11 +220,8 @@ class Generation:
         ends = []
         for ids, length in zip(batch["input_ids"], batch["prompt_length"].tolist(), strict=True):
             prompt = ids[:length].unsqueeze(0)  # one by one, so that nothing is padded on the left
-            more = {"synced_gpus": True} if self.is_sharded else {}
-            options = {"max_new_tokens": self.max_length, "do_sample": False, "num_beams": 1, "eos_token_id": stop}
-            found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options, **more)
-            new = found[0, length:].tolist()
-            ends.append(bool(set(new) & set(stop if isinstance(stop, list) else [stop])))
+            found = self._tokens(model, inputs=prompt, attention_mask=torch.ones_like(prompt), eos_token_id=stop)
+            ends.append(bool({*found[0, length:].tolist()} & {*(stop if isinstance(stop, list) else [stop])}))
         return ends
 
     def __call__(self, model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch) -> list[Generated]:
@@ -146,10 +246,7 @@ def _generated_figures(rows: list[Generated], is_speech: bool) -> dict[str, floa
     if known[0] is None:
         shares = {"ending_answers": sum(mine) / len(rows)}
         return shares if theirs[0] is None else {**shares, "ending_answers_teacher": sum(theirs) / len(rows)}
-    if is_speech:
-        found = scored(ErrorRates, mine, known)
-    else:
-        found = scored(TextMatch, mine, [[text] for text in known], ignores_case=False)
+    found = error_rates(mine, known) if is_speech else text_match(mine, [[text] for text in known], ignores_case=False)
     return found if theirs[0] is None else {**found, "same_text": equal_share(mine, theirs)}
 
 
@@ -178,18 +275,6 @@ class Evaluator:
         self.logits = TASKS[task].logits
         self.compares = teacher is not None and TASKS[task].compares
 
-    def figures(self, batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
-        """Prediction and reference of every example in `batch`, given the outputs of the model for it.
-
-        Args:
-            batch: the batch.
-            outputs: the outputs of the model for it.
-            names: the names of the model's classes.
-        """
-        if self.task in SCORES:
-            return SCORES[self.task][0](batch, outputs, names)
-        return token_nats(batch, outputs, self.task)
-
     @torch.no_grad()
     def __call__(self, model: PreTrainedModel, batches: Iterable[Batch]) -> dict[str, float]:
         """The figures of the metric, named `eval_<figure>`. The model stays in the mode that it had."""
@@ -203,9 +288,10 @@ class Evaluator:
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             with self.accelerator.autocast():
                 outputs = run_model(model, batch, None)
-                predictions, references = self.figures(batch, outputs, names)
+                read = SCORES[self.task][0] if self.task in SCORES else None
+                figures = token_nats(batch, outputs, self.task) if read is None else read(batch, outputs, names)
             index = batch["index"].tolist()
-            rows += zip(index, predictions, references, strict=True)
+            rows += zip(index, *figures, strict=True)
             if self.compares:
                 agreed += zip(index, *self._agreement(batch, outputs), strict=True)
             if self.generation is not None:
@@ -220,12 +306,12 @@ class Evaluator:
         return {f"eval_{name}": value for name, value in result.items()}
 
     def _result(self, rows: list[tuple[int, Any, Any]]) -> dict[str, float]:
-        metric = SCORES[self.task][1] if self.task in SCORES else TokenLoss
+        score = SCORES[self.task][1] if self.task in SCORES else token_loss
         predictions, references = [row[1] for row in rows], [row[2] for row in rows]
         if self.logits in ("spans", "frames"):
             whole: Any = self.examples.examples if isinstance(self.examples, FirstExamples) else self.examples
             predictions, references = whole.texts([row[:2] for row in rows])
-        return scored(metric, predictions, references)
+        return score(predictions, references)
 
     def _agreement(self, batch: Batch, outputs: Any) -> tuple[list[int], list[int]]:
         """For every example, how many rows of its logits have their maximum where the teacher's have, of how many."""

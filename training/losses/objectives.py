@@ -2,10 +2,20 @@
 
 Some compare logits and hidden states with a teacher's. The others compare the mechanism of every layer with the softmax
 that it replaces, on the same activations.
+
+The loss that training minimises. For one optimizer step, it is
+
+    sum over objectives of  weight * (sum over the step's units of the objective) / (number of units in the step)
+
+where units are counted over all processes and accumulated batches before the first backward pass. So one batch of 4,
+four accumulated batches of 1 and two processes with 2 each give the same gradient, however the lengths of texts differ.
+
+A new objective needs a class like those in `objectives.py`, a row in `OBJECTIVES` and an option `--<row>_weight`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +25,22 @@ from torch import Tensor, nn
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.special_tokens import special_token
 from hf_linear_attention.attention.layer import LinearizedCrossAttention
-from hf_linear_attention.attention_observation import ObservedAttention
+from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch, aligned_labels, count_units, token_weights
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import load_config
 from hf_linear_attention.training.losses.divergence import chunked_kl
-from hf_linear_attention.training.losses.outputs import Outputs, StudentOutputs, cosines_at, pooled, scored_logits
+from hf_linear_attention.training.losses.outputs import (
+    Outputs,
+    StudentOutputs,
+    cosines_at,
+    hidden_states_of,
+    logits_of,
+    pooled,
+    run_model,
+    scored_logits,
+)
 from hf_linear_attention.training.recipe import Recipe, parse_dims
 
 
@@ -260,8 +280,7 @@ def check_far_share(model: nn.Module) -> None:
     """
     if not has_far_share(model):
         raise UsageError(
-            "`--far_share_weight` needs layers of `hybrid` whose `normalization` is `joint`, and the model has none; "
-            "drop the option"
+            "`--far_share_weight` needs layers of `hybrid` with `normalization` = `joint`; drop the option"
         )
 
 
@@ -337,3 +356,95 @@ def _log_sum(logits: Tensor, mask: Tensor) -> Tensor:
     logits = logits + torch.zeros_like(mask, dtype=logits.dtype).masked_fill(~mask, float("-inf"))
     largest, share = logits.amax(-1), logits.softmax(-1).amax(-1)
     return torch.where(largest.isfinite(), largest - share.log(), largest)
+
+
+Note = Callable[[Batch, Any, str | None], None]
+LOSS = "loss"  # the name of the weighted sum among the figures of a step
+
+OBJECTIVES: dict[str, Callable[[Recipe], Objective]] = {
+    "far_share": FarShare,  # before those that only need the output, which is computed with the shares
+    "attention_transfer": AttentionTransfer,
+    "attention_map": AttentionMap,
+    "task_loss": TaskLoss,
+    "logits_kl": LogitsKL,
+    "hidden_state": HiddenState,
+    "embedding": Embedding,
+}
+
+
+def build_objectives(recipe: Recipe) -> dict[str, tuple[float, Objective]]:
+    """The objectives whose weight is above 0, with their weights."""
+    weights = {name: getattr(recipe.objective, f"{name}_weight") for name in OBJECTIVES}
+    return {name: (weight, OBJECTIVES[name](recipe)) for name, weight in weights.items() if weight}
+
+
+class StudentWithObjectives(nn.Module):
+    """The student and its losses in one forward pass.
+
+    DistributedDataParallel wraps this module instead of the student. So its only output is the loss, parameters that
+    do not reach the loss (a pooler, an unused head) are recognised, and mixed precision leaves logits in 16 bits.
+    """
+
+    def __init__(
+        self,
+        student: Any,
+        objectives: dict[str, tuple[float, Objective]],
+        layers: str | None,
+        note: Note | None = None,
+    ) -> None:
+        """Combine the student and its objectives.
+
+        Args:
+            layers: which hidden states the student returns: "last", "all" or None.
+            note: what is called with every batch and the outputs of the softmax model in attention transfer.
+        """
+        super().__init__()
+        if "far_share" in objectives:
+            check_far_share(student)
+        self.student, self.objectives, self.layers, self.note = student, objectives, layers, note
+        self.numbers = [module.linear_attention.shape.layer for module in linear_attention_modules(student).values()]
+        self.observes_attention = any(objective.observes_attention for _, objective in objectives.values())
+        if any(objective.needs_attention_weights for _, objective in objectives.values()):
+            student.set_attn_implementation("eager")
+
+    def forward(
+        self, batch: Batch, teacher: Outputs | None, scales: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, and detached figures by name: the loss, and every objective's term without its weight.
+
+        An objective's term is its sum over the units, multiplied by its entry in `scales`; objectives on attention also
+        have one figure per layer.
+        """
+        student = self._observed(batch) if self.observes_attention else self._outputs(batch)
+        terms: dict[str, Tensor] = {}
+        of_layers: dict[str, Tensor] = {}
+        for name, (_, objective) in self.objectives.items():
+            total = objective.total(batch, student, teacher) * scales[name]
+            terms[name] = total.mean()
+            if total.dim():
+                layers = [call.module.linear_attention.shape.layer for call in student.attention]
+                errors = list(zip(layers, total.detach(), strict=True))
+                for layer in self.numbers:  # a layer that is called several times has several errors
+                    own = torch.stack([error for called, error in errors if called == layer])
+                    of_layers[f"{name}.layer_{layer}"] = own.mean()
+        loss: Any = sum(weight * terms[name] for name, (weight, _) in self.objectives.items())
+        figures = {LOSS: loss.detach()} | {name: term.detach() for name, term in terms.items()}
+        return loss, figures | of_layers
+
+    def _outputs(self, batch: Batch) -> StudentOutputs:
+        outputs = run_model(self.student, batch, self.layers)
+        return StudentOutputs(
+            hidden_states=hidden_states_of(outputs, self.layers),
+            decoder_states=hidden_states_of(outputs, self.layers, "decoder_"),
+            all_logits=logits_of(outputs, batch),
+        )
+
+    def _observed(self, batch: Batch) -> StudentOutputs:
+        seen: list[ObservedAttention] = []
+        # Every layer learns on the activations of the softmax model, so nobody needs the output layer.
+        needs_whole = self.note is not None or getattr(self.student.config, "is_encoder_decoder", False)
+        with observe_attention(self.student, seen.append):
+            outputs = run_model(self.student if needs_whole else self.student.base_model, batch, self.layers)
+        if self.note is not None:
+            self.note(batch, outputs, self.layers)
+        return StudentOutputs(attention=tuple(seen))

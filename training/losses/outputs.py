@@ -109,10 +109,7 @@ def decoder_inputs(model: Any, labels: Tensor) -> Tensor:
         return prepare(labels=labels)  # mBART begins with the token of the target's language instead
     start = start if start is not None else getattr(model.generation_config, "decoder_start_token_id", None)
     if start is None:
-        raise SetupError(
-            f"{type(model).__name__} names no token that its decoder starts with; set `decoder_start_token_id` in its "
-            "config.json"
-        )
+        raise SetupError(f"{type(model).__name__} has no `decoder_start_token_id`; set it in its config.json")
     shifted = F.pad(labels[:, :-1], (1, 0), value=start)
     return shifted.masked_fill(shifted == IGNORED, special_token(model.config, "pad_token_id"))
 

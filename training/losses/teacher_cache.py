@@ -114,10 +114,7 @@ class HiddenStates:
         """
         states = torch.cat([state.flatten(0, 1)[rows] for state in outputs.hidden_states], dim=-1).half()
         if not states.isfinite().all():
-            raise TrainingError(
-                "a hidden state of the teacher is above 65,504 or not finite, which `--cache_teacher` cannot keep in "
-                "float16; leave the option out"
-            )
+            raise TrainingError("a hidden state of the teacher is too large for float16; leave `--cache_teacher` out")
         return states.view(torch.uint8).cpu()
 
     def decode(self, kept: Tensor) -> tuple[Tensor, ...]:

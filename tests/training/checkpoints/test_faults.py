@@ -1,9 +1,11 @@
 """What goes wrong on long runs: kills, full disks, damaged files, losses that are no numbers. Each leaves a run that
-can go on, and the resumed run ends with the very weights of the one that nothing happened to."""
+can go on, and the resumed run ends with the very weights of the one that nothing happened to.
+
+Then resuming with other options: what ends the run, what is said, and evaluations that cannot be compared.
+"""
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -17,31 +19,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import processes
 import pytest
 import torch
-from safetensors.torch import load_file
+from runs import changed
 
 from hf_linear_attention._common.folders import find_damage, write_checksums
 from hf_linear_attention._common.model_card import HISTORY
+from hf_linear_attention._common.options import OnResume
 from hf_linear_attention.training.checkpoints import (
+    changed_settings,
+    damage_of,
     latest_checkpoint,
     list_checkpoints,
     newest_intact_checkpoint,
 )
+from hf_linear_attention.training.evaluation.evaluator import SCORES
 from hf_linear_attention.training.finetune import main
+from hf_linear_attention.training.loop import TrainingLoop
 from hf_linear_attention.training.losses.objectives import TaskLoss
-from hf_linear_attention.training.tracking import MetricsFile, read_metrics
+from hf_linear_attention.training.tracking import read_metrics
 
 
 STEPS = 8
 Run = Callable[..., Path]
-
-
-def same_weights(mine: Path, yours: Path) -> bool:
-    a, b = load_file(mine / "model.safetensors"), load_file(yours / "model.safetensors")
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -113,22 +114,28 @@ def state(content: Any) -> Any:
         (checksums({}), "checksums.json", "does not list"),
         (state(None), "trainer_state.json", "not valid JSON"),
         (state({"state": {"step": 6}}), "trainer_state.json", "no `recipe`"),
-        (state({"state": {"step": 6, "tokens": "x", "steps_in_sums": 0}, "recipe": {}}), "trainer_state.json", "not"),
+        (state({"state": {"step": 4}, "recipe": {}}), "trainer_state.json", "step 4"),
     ],
 )
-def test_latest_goes_back_to_the_newest_intact_checkpoint(
-    damage, name: str, word: str, begun: Path, whole: Path, options: list[Any], caplog, capsys
-) -> None:
+def test_damage_is_named(damage, name: str, word: str, begun: Path) -> None:
     damage(begun / "checkpoint-6" / name)
+    found = damage_of(begun / "checkpoint-6")
+    assert found is not None
+    assert name in found
+    assert word in found
+
+
+def test_latest_goes_back_to_the_newest_intact_checkpoint(
+    begun: Path, whole: Path, options: list[Any], caplog, capsys
+) -> None:
+    truncate(begun / "checkpoint-6" / "model.safetensors")
     explicit = command(options, "--resume_from_checkpoint", begun / "checkpoint-6", folder=begun)
     assert main(explicit) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert name in error
-    assert word in error
+    assert "model.safetensors" in capsys.readouterr().err.splitlines()[-1]
     with caplog.at_level(logging.WARNING):
         assert main(command(options, "--resume_from_checkpoint", "latest", folder=begun)) == 0
     assert "checkpoint-6 is damaged" in caplog.text
-    assert same_weights(begun, whole)
+    assert not changed(begun, whole)
     assert losses(begun) == losses(whole)
     assert not list(begun.glob(".incomplete*"))
     assert all(find_damage(path) is None for path in list_checkpoints(begun))
@@ -139,39 +146,16 @@ def test_the_best_model_is_kept_and_restored(
 ) -> None:
     """The figures are replaced, the weights are the run's own: the best evaluation is the one after step 4 of 8."""
     figures = iter([0.9, 0.5, 0.7, 0.6, 0.7])  # before training, which does not count, and after steps 2, 4, 6, 8
-    monkeypatch.setattr(
-        "hf_linear_attention.training.evaluation.evaluator.Classification._compute",
-        lambda *_, **__: {"accuracy": next(figures)},
-    )
+    score = SCORES["sequence_classification"][0], lambda *_: {"accuracy": next(figures)}
+    monkeypatch.setitem(SCORES, "sequence_classification", score)
     best = ["--validation_file", files / "valid.tsv", "--eval_steps", 2, "--load_best_model_at_end"]
     folder = tmp_path / "out"
     assert main(command(options, *best, "--save_total_limit", 1, folder=folder)) == 0
     assert [path.name for path in list_checkpoints(folder)] == ["checkpoint-4", "checkpoint-8"]
-    assert same_weights(folder, folder / "checkpoint-4")
-    assert not same_weights(folder, folder / "checkpoint-8")
+    assert not changed(folder, folder / "checkpoint-4")
+    assert changed(folder, folder / "checkpoint-8")
     report = json.loads((folder / "training_report.json").read_text(encoding="utf-8"))
     assert report["runs"][-1]["metrics"] == {"eval_accuracy": 0.7}
-
-
-def test_every_random_generator_goes_on_where_it_was(
-    options: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of Python, of numpy and of torch: a resumed run draws what the uninterrupted one does."""
-    total, drawn = TaskLoss.total, []
-
-    def drawing(self: TaskLoss, *inputs: Any) -> torch.Tensor:
-        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
-        return total(self, *inputs)
-
-    monkeypatch.setattr(TaskLoss, "total", drawing)
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert main(command(options, folder=whole)) == 0
-    expected = list(drawn)
-    assert len(set(expected)) == 2 * STEPS
-    shutil.copytree(whole / "checkpoint-4", parted / "checkpoint-4")
-    drawn.clear()
-    assert main(command(options, "--resume_from_checkpoint", "latest", folder=parted)) == 0
-    assert drawn == expected[2 * 4 :]
 
 
 @contextmanager
@@ -201,18 +185,7 @@ def test_a_file_that_cannot_be_written_keeps_the_last_good_checkpoint(
     assert not list(begun.glob(".incomplete*"))
     assert newest_intact_checkpoint(begun) == begun / "checkpoint-4"
     assert main(again) == 0
-    assert same_weights(begun, whole)
-
-
-def test_a_full_disk_is_one_line(options: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
-    assert main(command(options, folder=tmp_path / "out")) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "checkpoint-2 could not be written ([Errno 28] No space left on device" in error
-    assert "no checkpoint to resume from" in error
+    assert not changed(begun, whole)
 
 
 def test_a_loss_that_is_no_number_names_the_examples(
@@ -231,38 +204,17 @@ def test_a_loss_that_is_no_number_names_the_examples(
     error = capsys.readouterr().err.splitlines()[-1]
     assert f"the loss of step 5 is not finite (training examples {sorted(seen[9])})" in error
     assert f"last good checkpoint is {folder / 'checkpoint-4'}" in error
-    assert same_weights(folder / "checkpoint-4", whole / "checkpoint-4")
-
-
-def test_sigterm_saves_and_the_run_goes_on(
-    options: list[Any], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    write = MetricsFile.write
-
-    def terminated(self: MetricsFile, event: dict[str, Any]) -> None:
-        write(self, event)
-        if event["step"] == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    before = signal.getsignal(signal.SIGTERM)
-    folder = tmp_path / "out"
-    monkeypatch.setattr(MetricsFile, "write", terminated)
-    assert main(command(options, folder=folder)) == 143
-    assert "checkpoint-5 was written" in capsys.readouterr().err.splitlines()[-1]
-    assert signal.getsignal(signal.SIGTERM) == before
-    monkeypatch.setattr(MetricsFile, "write", write)
-    assert main(command(options, "--resume_from_checkpoint", "latest", folder=folder)) == 0
-    assert same_weights(folder, whole)
+    assert not changed(folder / "checkpoint-4", whole / "checkpoint-4")
 
 
 def test_kill_9_at_any_moment(options: list[Any], tmp_path: Path, dataset_cache: Path) -> None:
     """Loses at most the 2 steps since the last checkpoint, and nothing of the result."""
     whole, folder = tmp_path / "whole", tmp_path / "out"
-    longer = [*options, "--max_train_steps", 36, "--save_total_limit", 2]
+    longer = [*options, "--max_train_steps", 24, "--save_total_limit", 2]
     assert main(command(longer, folder=whole)) == 0
     again = command(longer, "--resume_from_checkpoint", "latest", folder=folder)
     kills = 0
-    for delay in (random.uniform(0, 0.4) for _ in range(3)):
+    for delay in (random.uniform(0, 0.4) for _ in range(2)):
         before = newest_intact_checkpoint(folder)
         run = processes.start(processes.finetune, dataset_cache, again)
         while latest_checkpoint(folder) == before and run[0].is_alive():
@@ -276,8 +228,8 @@ def test_kill_9_at_any_moment(options: list[Any], tmp_path: Path, dataset_cache:
         damaged = [path for path in list_checkpoints(folder) if find_damage(path) is not None]
         assert not damaged, f"killed {delay} s after {before}"
     assert processes.finish(processes.start(processes.finetune, dataset_cache, again)) == [0]
-    assert kills >= 2
-    assert same_weights(folder, whole)
+    assert kills
+    assert not changed(folder, whole)
     assert losses(folder) == losses(whole)
 
 
@@ -294,7 +246,7 @@ def test_a_model_is_finished_only_with_its_last_file(
     )
     total = sum(path.is_file() for path in whole.iterdir()) - 1 + 1  # without metrics.jsonl, with vocab.txt
     assert total > 5
-    for count in range(total):
+    for count in (0, 1, total - 1):
         folder = tmp_path / str(count)
         shutil.copytree(whole / "checkpoint-8", folder / "checkpoint-8")
         shutil.copyfile(whole / "metrics.jsonl", folder / "metrics.jsonl")
@@ -314,14 +266,14 @@ def test_a_model_is_finished_only_with_its_last_file(
         assert not (folder / HISTORY).exists(), count
         monkeypatch.setattr(Path, "replace", replace)
     assert main(command(options, "--resume_from_checkpoint", "latest", folder=folder)) == 0
-    assert same_weights(folder, whole)
+    assert not changed(folder, whole)
     assert (folder / HISTORY).read_bytes() == (whole / HISTORY).read_bytes()
 
 
 def test_two_processes_end_and_resume_together(options: list[Any], tmp_path: Path, dataset_cache: Path) -> None:
     """SIGTERM to one of two: both stop after the same step, and go on bit-exactly, each with its own dropout."""
     folders = [tmp_path / "whole", tmp_path / "parted"]
-    two = [*options, "--per_device_train_batch_size", 1, "--max_train_steps", 100, "--checkpointing_steps", 50]
+    two = [*options, "--per_device_train_batch_size", 1, "--max_train_steps", 60, "--checkpointing_steps", 30]
     run = processes.start(processes.finetune, dataset_cache, command(two, folder=folders[0]), ranks=2)
     assert processes.finish(run) == [0, 0]
     log = tmp_path / "stderr"
@@ -332,14 +284,149 @@ def test_two_processes_end_and_resume_together(options: list[Any], tmp_path: Pat
     assert processes.finish(run) == [143, 143], (tmp_path / "stderr-0").read_text(encoding="utf-8")[-2000:]
     saved = latest_checkpoint(folders[1])
     assert saved is not None
-    assert 0 < int(saved.name.split("-")[1]) < 100
+    assert 0 < int(saved.name.split("-")[1]) < 60
     again = command(two, "--resume_from_checkpoint", "latest", folder=folders[1])
     assert processes.finish(processes.start(processes.finetune, dataset_cache, again, ranks=2)) == [0, 0]
-    assert same_weights(*folders)
+    assert not changed(*folders)
     assert losses(folders[0]) == losses(folders[1])
     # the test can fail: each process has its own random state
     states = [
-        torch.load(folders[0] / "checkpoint-50" / f"random_states_{rank}.pkl", weights_only=False)["torch_manual_seed"]
+        torch.load(folders[0] / "checkpoint-30" / f"random_states_{rank}.pkl", weights_only=False)["torch_manual_seed"]
         for rank in (0, 1)
     ]
     assert not torch.equal(*states)
+
+
+RESUME = ["--resume_from_checkpoint", "latest"]
+
+
+@pytest.fixture
+def selecting(named_classifier: str, files: Path) -> list[Any]:
+    model = ["--model_name_or_path", named_classifier, "--task", "sequence_classification"]
+    data = ["--train_file", files / "train.tsv", "--max_length", 32, "--learning_rate", "1e-3"]
+    steps = ["--max_train_steps", 10, "--checkpointing_steps", 2, "--eval_steps", 2]
+    return [*model, *data, *steps, "--per_device_train_batch_size", 2, "--load_best_model_at_end"]
+
+
+@pytest.fixture
+def accuracies(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """To be filled with what evaluations say; each takes the first."""
+    values: list[float] = []
+
+    def compute(*_: Any, **__: Any) -> dict[str, float]:
+        value = values.pop(0)
+        return {"accuracy": value, "f1": value}
+
+    monkeypatch.setitem(SCORES, "sequence_classification", (SCORES["sequence_classification"][0], compute))
+    return values
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function: run this, and kill it when it has logged step 5."""
+
+    def run(finetune: Any, *selecting: Any) -> None:
+        def stop(self: TrainingLoop, progress: Any) -> None:
+            if self.state.step == 5:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TrainingLoop, "_log", stop)
+            finetune(*selecting, "--logging_steps", 1, expect=130)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "name"),
+    [
+        (["--validation_file", "valid.tsv"], ["--validation_file", "train.tsv"], "validation_file"),
+        (["--metric_for_best_model", "accuracy"], ["--metric_for_best_model", "f1"], "metric_for_best_model"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_figures_of_other_evaluations_are_not_compared(
+    before: list[Any],
+    after: list[Any],
+    name: str,
+    finetune,
+    selecting: list[Any],
+    accuracies: list[float],
+    killed,
+    files: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No later accuracy reaches those before, which are of another evaluation."""
+
+    def with_data(words: list[Any]) -> list[Any]:
+        words = words if "--validation_file" in words else [*words, "--validation_file", "valid.tsv"]
+        return [files / word if str(word).endswith(".tsv") else word for word in words]
+
+    accuracies[:] = [0.9, 0.99, 0.98]  # before training, which does not count, and of steps 2 and 4
+    killed(finetune, *selecting, *with_data(before))
+    accuracies[:] = [0.5, 0.7, 0.6]  # of steps 6, 8 and 10
+    with caplog.at_level(logging.WARNING):
+        finetune(*selecting, *with_data(after), *RESUME)
+    assert not accuracies
+    assert f"{name}: " in caplog.text
+    assert "the best evaluation so far (step 2) cannot be compared" in caplog.text
+    assert not changed(tmp_path / "out", tmp_path / "out" / "checkpoint-8")
+
+
+def test_the_same_evaluation_goes_on_being_compared(
+    finetune, selecting: list[Any], accuracies: list[float], killed, files: Path, tmp_path: Path, monkeypatch, caplog
+) -> None:
+    """The same file by a relative path, the metric that is the default by name, and batches of another size."""
+    accuracies[:] = [0.9, 0.99, 0.98]
+    killed(finetune, *selecting, "--validation_file", files / "valid.tsv")
+    accuracies[:] = [0.5, 0.7, 0.6]
+    same = ["--metric_for_best_model", "eval_accuracy", "--per_device_eval_batch_size", 3]
+    monkeypatch.chdir(files)
+    with caplog.at_level(logging.WARNING):
+        finetune(*selecting, *same, "--validation_file", "valid.tsv", *RESUME)
+    assert "cannot be compared" not in caplog.text
+    assert not changed(tmp_path / "out", tmp_path / "out" / "checkpoint-2")
+
+
+def test_with_nothing_left_to_train_and_another_evaluation_the_last_weights_are_taken(
+    finetune, selecting: list[Any], files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finetune(*selecting, "--validation_file", files / "valid.tsv")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    other = [*selecting, "--validation_file", files / "train.tsv", *RESUME]
+    finetune(*other, "--seed", 1, expect=2)
+    assert "seed: 42 -> 1" in capsys.readouterr().err
+    finetune(*other)
+    assert not changed(tmp_path / "out", tmp_path / "out" / "checkpoint-10")
+    figures = json.loads((tmp_path / "out" / HISTORY).read_text(encoding="utf-8"))["runs"][-1]["metrics"]
+    assert figures["eval_samples"] == 60
+
+
+@pytest.mark.parametrize(("task", "evaluation"), [("embedding", ["teacher_name_or_path: a -> b"]), ("causal_lm", [])])
+def test_another_teacher_is_another_evaluation_of_embeddings(task: str, evaluation: list[str]) -> None:
+    """They are compared with the teacher's."""
+    changed = changed_settings(*({"task": task, "teacher_name_or_path": teacher} for teacher in "ab"))
+    assert changed[OnResume.REFUSED] == []
+    assert changed[OnResume.WARNED] == ["teacher_name_or_path: a -> b"]
+    assert changed[OnResume.INCOMPARABLE] == evaluation
+
+
+def test_a_run_with_an_option_that_is_gone_is_refused() -> None:
+    """But not one that had its default, or that chose only where and when to evaluate."""
+    old = {"loss_on": "answers", "on_bad_rows": "raise", "streaming": False, "doc_stride": None, "max_eval_samples": 9}
+    assert changed_settings(old, {})[OnResume.REFUSED] == []
+    refused = changed_settings({**old, "loss_on": "all"}, {})[OnResume.REFUSED]
+    assert refused == ["loss_on: all -> not an option of this version"]
+
+
+def test_what_decides_data_order_or_model_is_refused() -> None:
+    fixed = {"task", "model_name_or_path", "train_file", "max_length", "seed", "trainable", "use_peft", "lora_r"}
+    free = {"eval_steps", "output_dir", "report_to", "per_device_eval_batch_size", "gradient_checkpointing"}
+    names = fixed | free | {"train_examples", "sequences_per_step"}
+    changed = changed_settings({}, dict.fromkeys(names, 1))
+    assert {text.split(":")[0] for text in changed[OnResume.REFUSED]} == names - free
+    assert changed[OnResume.WARNED] == changed[OnResume.INCOMPARABLE] == []
+    for stage, place in ((None, OnResume.WARNED), (2, OnResume.REFUSED)):
+        changed = changed_settings({"zero_stage": stage, "world_size": 1}, {"zero_stage": stage, "world_size": 2})
+        assert changed[place] == ["world_size: 1 -> 2"]

@@ -10,15 +10,15 @@ from typing import Any
 import datasets
 import pytest
 from recipes import recipe_of
+from runs import write_lines
 from transformers import BertConfig, PreTrainedTokenizerFast
 
 from hf_linear_attention._common.errors import TrainingError
-from hf_linear_attention.training.data import tokenization
+from hf_linear_attention.training.data import texts as tokenization
 from hf_linear_attention.training.data.batches import pad
 from hf_linear_attention.training.data.packing import Examples, Part
 from hf_linear_attention.training.data.rows import label_names, load_rows
-from hf_linear_attention.training.data.texts import build_examples, check_texts
-from hf_linear_attention.training.data.tokenization import paragraphs
+from hf_linear_attention.training.data.texts import build_examples, check_texts, paragraphs
 from hf_linear_attention.training.models import class_mapping
 from hf_linear_attention.training.recipe import DataArguments
 
@@ -74,11 +74,6 @@ def test_paragraphs_of_a_text_file_are_documents(build, files: Path, tokenizer: 
     assert paragraphs("a\nb\nc\n") == ["a", "b", "c"]
 
 
-def test_first_tokens_of_the_evaluation_text(build, files: Path) -> None:
-    limited = build("causal_lm", "validation", validation_file=str(files / "valid.txt"), max_eval_tokens=40)
-    assert 40 <= limited.lengths.sum() < 40 + 16
-
-
 def test_tables(build, tmp_path: Path) -> None:
     """Quotes in a .tsv are characters; the text "null" is a text."""
     (tmp_path / "t.tsv").write_text('text\tlabel\n"open quote\ta\nnull\tb\nthree\ta\n', encoding="utf-8")
@@ -102,7 +97,7 @@ BAD_FILES = {
     ),
     "t.csv": (
         'text,label\n"a\nb",x\n,y\nb,\nc,y\n',
-        ["line 4: `text` is empty, but has a label", "line 5: `label` is missing"],
+        ["line 4: `text` is empty", "line 5: `label` is missing"],
     ),
 }
 
@@ -124,7 +119,7 @@ def test_pairs_of_texts(
 ) -> None:
     monkeypatch.setattr(tokenizer, "model_input_names", ["input_ids", "token_type_ids", "attention_mask"])  # as BERT's
     lines = [{"text": "one", "other": "first text", "label": "a"}, {"text": "two", "other": "it", "label": "b"}]
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    write_lines(tmp_path / "t.jsonl", lines)
     options = {"train_file": str(tmp_path / "t.jsonl"), "text_pair_column_name": "other", "classes": {"a": 0, "b": 1}}
     examples = build("sequence_classification", "train", **options)
     expected = [tokenizer(line["text"], line["other"]) for line in lines]
@@ -154,12 +149,6 @@ def test_class_mapping() -> None:
     trained = BertConfig(num_labels=2, architectures=["BertForSequenceClassification"])
     with pytest.raises(TrainingError, match=r"\['0', '1', '2'\].*LABEL_0, LABEL_1"):
         class_mapping(trained, ["0", "1", "2"])
-
-
-def test_class_names_of_a_class_label_column() -> None:
-    features = datasets.Features({"label": datasets.ClassLabel(names=["no", "yes"])})
-    rows = datasets.Dataset.from_dict({"label": [1, 0]}, features=features)
-    assert label_names(rows, "label") == ["yes", "no"]
 
 
 def test_tokens_are_kept_between_runs(

@@ -8,27 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pytest
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from hf_linear_attention import convert
 from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.splits import load_data
-from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.recipe_parser import parse_options
 
 
 TASK = ["--task", "image_classification"]
-
-
-@pytest.fixture(scope="module")
-def converted(vision_teacher: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("converted")
-    convert(vision_teacher, mechanism="linear", feature_map="exp").save_pretrained(folder)
-    AutoImageProcessor.from_pretrained(vision_teacher).save_pretrained(folder)
-    return folder
 
 
 def inputs_of(split: str, pictures: Path, processor: Any) -> dict[str, torch.Tensor]:
@@ -39,45 +28,24 @@ def inputs_of(split: str, pictures: Path, processor: Any) -> dict[str, torch.Ten
     return {"pixel_values": pixels, "labels": torch.tensor([row["label"] == "dark" for row in rows]).long()}
 
 
-@torch.no_grad()
-def expected(converted: Path, original: str, pixels: torch.Tensor) -> tuple[float, float]:
-    """KL at temperature 3, times 9, and the relative error of all hidden states."""
-    student, teacher = (
-        AutoModelForImageClassification.from_pretrained(folder)(pixel_values=pixels, output_hidden_states=True)
-        for folder in (converted, original)
-    )
-    p, q = (outputs.logits.div(3).log_softmax(-1) for outputs in (teacher, student))
-    pairs = list(zip(student.hidden_states, teacher.hidden_states, strict=True))[1:]
-    errors = torch.stack([((a - b).square().sum(-1) / b.square().sum(-1)).mean() for a, b in pairs])
-    return 9 * F.kl_div(q, p, log_target=True, reduction="batchmean").item(), errors.mean().item()
-
-
 def test_distillation_from_the_softmax_original(
-    finetune, converted: Path, vision_teacher: str, pictures: Path, tmp_path: Path
+    finetune, converted, vision_teacher: str, pictures: Path, tmp_path: Path
 ) -> None:
-    """The first loss is the formulas', computed here from stock classes; what is saved stands alone.
-
-    Tolerance: float32 sums in another order.
-    """
+    """What is saved stands alone."""
     data = ["--train_file", pictures / "train.jsonl", "--validation_file", pictures / "valid.jsonl"]
     objective = ["--logits_kl_weight", 2, "--temperature", 3]
     objective += ["--hidden_state_weight", 1, "--hidden_state_layers", "all"]
     steps = ["--max_train_steps", 8, "--logging_steps", 1, "--learning_rate", "3e-3"]
     steps += ["--mechanism_learning_rate", "1e-2", "--checkpointing_steps", 8]
     split = ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 3, "--per_device_eval_batch_size", 3]
-    models = ["--model_name_or_path", converted, "--teacher_name_or_path", vision_teacher]
+    student = converted(vision_teacher, mechanism="linear", feature_map="exp")
+    models = ["--model_name_or_path", student, "--teacher_name_or_path", vision_teacher]
     events = finetune(*models, *TASK, *data, *objective, *steps, *split)
     losses = [event["loss"] for event in events if "loss" in event]
     assert losses[-1] < 0.8 * losses[0]
 
     processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
-    kl, error = expected(converted, vision_teacher, inputs_of("train", pictures, processor)["pixel_values"])
-    first = next(event for event in events if "loss" in event)
-    assert first["images"] == 12
-    assert first["logits_kl"] == pytest.approx(kl, rel=1e-4)
-    assert first["hidden_state"] == pytest.approx(error, rel=1e-4)
-    assert first["loss"] == pytest.approx(2 * first["logits_kl"] + first["hidden_state"], rel=1e-6)
-
+    assert next(event["images"] for event in events if "loss" in event) == 12
     valid = inputs_of("valid", pictures, processor)
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "out", trust_remote_code=True)
     guess = loaded(pixel_values=valid["pixel_values"]).logits.detach().argmax(-1)
@@ -91,7 +59,7 @@ def test_distillation_from_the_softmax_original(
 
 
 def examples_of(folder: str, *words: Any) -> Examples:
-    recipe = parse([str(word) for word in ("--model_name_or_path", folder, *TASK, *words, "--output_dir", "unused")])
+    recipe = parse_options([*map(str, ("--model_name_or_path", folder, *TASK, *words)), "--output_dir=o"])
     found = load_data(recipe, AutoImageProcessor.from_pretrained(folder)).train
     assert found is not None
     return found
@@ -129,19 +97,3 @@ def test_rows_without_image_or_class(vision_teacher: str, pictures: Path, tmp_pa
     for line, what in ((2, "cannot identify"), (3, "No such file"), (4, "`image` cannot be opened"), (5, "`label` is")):
         assert f"line {line}: " in error
         assert what in error
-
-
-def test_options_about_text_are_refused(finetune, vision_teacher: str, files: Path, pictures: Path, capsys) -> None:
-    text = ["--max_length", 8, "--max_train_tokens", 5, "--embedding_weight", 1]
-    options = ["--model_name_or_path", vision_teacher, *TASK, "--train_file", files / "train.txt", *text]
-    finetune(*options, expect=2)
-    error = capsys.readouterr().err.splitlines()[-1]
-    for word in ("--max_length", "--max_train_tokens", "--embedding_weight"):
-        assert f"`{word}` has no effect for `--task image_classification`" in error
-    assert "a .txt file has no images" in error
-    other = ["--task", "causal_lm", "--train_file", files / "train.jsonl", "--image_column_name", "x"]
-    finetune("--model_name_or_path", vision_teacher, *other, expect=2)
-    assert "`--image_column_name` has no effect for `--task causal_lm`" in capsys.readouterr().err
-    columns = ["--train_file", pictures / "train.jsonl", "--image_column_name", "x"]
-    finetune("--model_name_or_path", vision_teacher, *TASK, *columns, expect=2)
-    assert "`--image_column_name x` is not a column of" in capsys.readouterr().err

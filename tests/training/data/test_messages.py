@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linear_attention import convert
@@ -16,7 +17,7 @@ from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import load_processor
 from hf_linear_attention.training.data.splits import load_data
-from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.recipe_parser import parse_options
 
 
 TEMPLATE = (
@@ -48,13 +49,13 @@ def chat(llama_teacher: str, tmp_path: Path) -> dict[str, Path]:
     for name in ("original", "student"):
         tokenizer.save_pretrained(paths[name])
     rows = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in ROWS]
-    paths["data.jsonl"].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(paths["data.jsonl"], rows)
     return paths
 
 
 def examples_of(chat: dict[str, Path], *more: Any) -> Any:
     words = ["--task", "causal_lm", "--model_name_or_path", chat["student"], "--train_file", chat["data.jsonl"], *more]
-    recipe = parse([str(word) for word in (*words, "--output_dir", "o")])
+    recipe = parse_options([str(word) for word in (*words, "--output_dir", "o")])
     return load_data(recipe, load_processor(recipe)).train
 
 
@@ -123,9 +124,9 @@ def test_what_is_no_conversation_is_refused(
     chat: dict[str, Path], finetune: Any, files: Path, tmp_path: Path, capsys: Any
 ) -> None:
     options = ["--task", "causal_lm", "--model_name_or_path", chat["student"], "--train_file"]
-    text, no_column = files / "train.jsonl", "the train data has no column `messages`"
+    text = files / "train.jsonl"
     finetune(*options, text, "--validation_file", text, "--predict_with_generate", expect=2)
-    assert f"`--predict_with_generate` is for conversations, but {no_column}" in capsys.readouterr().err
+    assert "`--predict_with_generate` needs a column `messages`" in capsys.readouterr().err
     row = {"messages": [{"role": "user", "content": "Hello."}]}
     (tmp_path / "bad.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     finetune(*options, tmp_path / "bad.jsonl", expect=2)

@@ -22,11 +22,11 @@ from transformers import (
 
 from hf_linear_attention import convert
 from hf_linear_attention.training.data.batches import EvaluationBatches, Stream, loader, pad
-from hf_linear_attention.training.data.inputs import keeps_documents_apart
 from hf_linear_attention.training.data.packing import IGNORED, Documents, PackedBlocks, StreamWindows, shorten
 from hf_linear_attention.training.evaluation.evaluator import Evaluator
-from hf_linear_attention.training.losses.combined_loss import StudentWithObjectives, build_objectives
+from hf_linear_attention.training.losses.objectives import StudentWithObjectives, build_objectives
 from hf_linear_attention.training.losses.teacher import Teacher
+from hf_linear_attention.training.run import keeps_documents_apart
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 11, 12, 13, 64, 97])

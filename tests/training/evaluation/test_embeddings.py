@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import write_lines
 from transformers import AutoModel, AutoTokenizer
 
 from hf_linear_attention._common.errors import DataError, UsageError
@@ -24,7 +25,7 @@ from hf_linear_attention.training.evaluation.embeddings import (
     retrieval_test,
 )
 from hf_linear_attention.training.losses.outputs import pooled
-from hf_linear_attention.training.recipe_parser import parse
+from hf_linear_attention.training.recipe_parser import parse_options
 
 
 PROMPTS = {"prompts": {"query": "ask: ", "passage": "tell: ", "topic": "sort: "}, "default_prompt_name": "topic"}
@@ -35,11 +36,6 @@ ROWS = [
     {"query": None, "document": "A class has a namespace of its own."},
     {"query": "Another question", "document": "How modules are found and loaded."},
 ]
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +66,7 @@ def test_figures_are_those_of_their_definition() -> None:
 
 
 def test_a_file_has_queries_and_other_documents(tmp_path: Path) -> None:
-    found = read_retrieval(str(write_rows(tmp_path / "rows.jsonl", ROWS)))
+    found = read_retrieval(str(write_lines(tmp_path / "rows.jsonl", ROWS)))
     assert found.queries == ["The import statement", "A loop", "Another question"]
     assert len(found.documents) == 4
     assert found.relevant == [{0}, {1, 2}, {0}]
@@ -78,14 +74,16 @@ def test_a_file_has_queries_and_other_documents(tmp_path: Path) -> None:
     assert read_retrieval(str(tmp_path / "rows.tsv")).documents == ["b", "c"]
     for row, what in (({"query": "a", "document": " "}, "`document` is empty"), (ROWS[3], "has no query")):
         with pytest.raises(DataError, match=what):
-            read_retrieval(str(write_rows(tmp_path / "bad.jsonl", [row])))
+            read_retrieval(str(write_lines(tmp_path / "bad.jsonl", [row])))
 
 
 def recipe_of(model: Path, folder: Path, *options: Any) -> Any:
-    file = write_rows(folder / "rows.jsonl", ROWS)
-    texts = write_rows(folder / "texts.jsonl", [{"text": row["document"]} for row in ROWS])
+    file = write_lines(folder / "rows.jsonl", ROWS)
+    texts = write_lines(folder / "texts.jsonl", [{"text": row["document"]} for row in ROWS])
     words = ["--task", "embedding", "--model_name_or_path", model, "--teacher_name_or_path", model, "--output_dir", "o"]
-    return parse([str(word) for word in (*words, "--validation_file", texts, "--retrieval_file", file, *options)])
+    return parse_options(
+        [str(word) for word in (*words, "--validation_file", texts, "--retrieval_file", file, *options)]
+    )
 
 
 def test_prompts_stand_before_the_texts(model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The figures of conversion quality against loops over windows, and against searches that look everywhere."""
+"""The figures of conversion quality against loops over windows, and against searches that look everywhere.
+
+Then what models write, against full passes without a cache and against `generate`.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +27,23 @@ from hf_linear_attention.training.data.batches import pad
 from hf_linear_attention.training.data.packing import Documents, FirstExamples, StreamWindows
 from hf_linear_attention.training.evaluation import retention
 from hf_linear_attention.training.evaluation.retention import (
-    SeparateWindows,
+    agreement_length,
     batches_of,
-    bucket_edges,
     compare,
-    distance_edges,
-    grams_in,
+    continued,
+    drawn,
+    generation_figures,
     longest_window,
     most_positions,
     nats_of,
+    nats_of_samples,
     position_buckets,
     recall_buckets,
     recall_distances,
+    repeated_share,
     repeats,
     running_text,
+    separate_windows,
     target_positions,
     without_far,
 )
@@ -116,20 +122,13 @@ def test_a_language_model_against_its_teacher(teacher) -> None:
     assert figures["student"] == pytest.approx(total / sum(counts))
 
 
-def test_an_equal_model_has_no_gap(teacher) -> None:
-    figures = compare(teacher, convert(teacher, mechanism="linear", layers="none"), batches())
-    assert figures["gap"] == 0
-    assert figures["agreement"] == 1
-    assert "gap_closed" not in figures
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("bos", [1, None])
 def test_buckets_are_those_of_a_loop_over_windows(llama_teacher: str, bos: int | None) -> None:
     teacher = LlamaForCausalLM.from_pretrained(llama_teacher).eval()
     student = convert(teacher, mechanism="window", window_size=6)
     models = {"teacher": teacher, "student": student}
-    batches = batches_of(SeparateWindows(STREAM, 40, bos), 40, 0)
+    batches = batches_of(separate_windows(STREAM, 40, bos), 40, 0)
     nats = {name: nats_of(model, batches) for name, model in models.items()}
     edges = [0, 4, 16, 40]
     found = position_buckets(target_positions(batches), nats, edges, [("student", "teacher"), ("student", "absent")])
@@ -156,9 +155,8 @@ def test_buckets_are_those_of_a_loop_over_windows(llama_teacher: str, bos: int |
 
 
 def test_full_windows_alone_and_every_token_once() -> None:
-    windows = SeparateWindows(STREAM, 41, 1)
+    windows = separate_windows(STREAM, 41, 1)
     assert len(windows) == 3
-    assert windows.lengths.tolist() == [40, 40, 40]
     tokens = np.concatenate([windows[index]["input_ids"][1:] for index in range(3)])
     assert (tokens == STREAM[:120]).all()
     assert all(windows[index]["input_ids"][0] == 1 and windows[index]["labels"][0] == -100 for index in range(3))
@@ -169,12 +167,6 @@ def test_the_length_is_the_least_of_what_ends_it() -> None:
     assert longest_window(512, 3000, 16_384, None) == (3000, "the text")
     assert longest_window(4096, 100_000, 16_384, None) == (16_384, "`--max_eval_length`")
     assert longest_window(512, 100_000, 16_384, 1024) == (1024, "the last position that the model has")
-
-
-def test_edges_are_powers_of_two_times_the_trained_length() -> None:
-    assert bucket_edges(512, 4096) == [0, 64, 128, 256, 512, 1024, 2048, 4096]
-    assert bucket_edges(100, 350) == [0, 12, 25, 50, 100, 200, 350]
-    assert bucket_edges(512, 100) == [0, 64, 100]
 
 
 @pytest.mark.parametrize(
@@ -205,14 +197,6 @@ def test_the_text_that_examples_are_cut_from() -> None:
     assert (running_text(documents) == np.concatenate([STREAM[:10], STREAM[50:53]])).all()
 
 
-def test_one_target_has_no_standard_error() -> None:
-    nats = {"student": torch.tensor([1.0, 2.0]), "teacher": torch.tensor([0.5, 1.0])}
-    first, second = position_buckets(torch.tensor([0, 9]), nats, [0, 5, 10], [("student", "teacher")])
-    assert first["student_minus_teacher"]["mean"] == 0.5
-    assert math.isnan(first["student_minus_teacher"]["standard_error"])
-    assert second["student"] == 2.0
-
-
 def test_distances_are_those_of_a_naive_search() -> None:
     examples = StreamWindows(HELD_OUT, 64, 1)
     found = recall_distances(repeats(examples), TRAINING)
@@ -230,11 +214,6 @@ def test_distances_are_those_of_a_naive_search() -> None:
     assert found.tolist() == expected
     assert len(expected) == len(HELD_OUT)
     assert 20 < sum(distance > 0 for distance in expected) < 250  # some repeats are not rare, some targets none
-
-
-def test_documents_are_counted_apart() -> None:
-    gram = (3, 4, 5, 3)
-    assert grams_in([[3, 4, 5, 3, 4, 5, 3], [3, 4], [5, 3]], {gram}) == {gram: 2}
 
 
 def test_the_share_of_the_gap_needs_targets_and_a_gap(monkeypatch) -> None:
@@ -259,7 +238,85 @@ def test_the_share_of_the_gap_needs_targets_and_a_gap(monkeypatch) -> None:
     assert "closed" not in alone
 
 
-def test_edges_go_up_to_the_length() -> None:
-    assert distance_edges(512) == [56, 128, 256, 512]
-    assert distance_edges(300) == [56, 128, 256, 300]
-    assert distance_edges(48) == []
+LONG = np.random.default_rng(0).integers(5, 300, 400)
+PROMPTS = torch.from_numpy(np.stack([LONG[:20], LONG[50:70], LONG[90:110]]))
+
+
+@pytest.fixture
+def student(teacher):
+    return convert(teacher, mechanism="hybrid", window_size=4, num_sinks=2, num_features=8)
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
+
+
+def test_greedy_is_what_generate_writes(teacher, student) -> None:
+    for model in (teacher, student):
+        model.generation_config.eos_token_id = None
+        expected = model.generate(PROMPTS, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert torch.equal(continued(model, PROMPTS, 12, greedy), expected[:, 20:])
+
+
+@torch.no_grad()
+def test_agreement_ends_with_the_first_difference(teacher, student) -> None:
+    mine, yours = (continued(model, PROMPTS, 12, greedy).tolist() for model in (student, teacher))
+    lengths = []
+    for row, other in zip(mine, yours, strict=True):
+        same = [a == b for a, b in zip(row, other)]
+        lengths.append(same.index(False) if False in same else 12)
+    assert agreement_length(teacher, PROMPTS, torch.tensor(mine)) == pytest.approx(sum(lengths) / 3)
+    assert agreement_length(teacher, PROMPTS, torch.tensor(yours)) == 12
+    changed = torch.tensor(yours)
+    changed[:, 5] = (changed[:, 5] + 1) % 300
+    assert agreement_length(teacher, PROMPTS, changed) == 5
+
+
+@torch.no_grad()
+def test_draws_follow_softmax_and_are_the_same_for_equal_models(teacher) -> None:
+    copy = convert(teacher, mechanism="linear", layers="none")
+    samples = continued(teacher, PROMPTS, 10, drawn(0))
+    assert torch.equal(continued(copy, PROMPTS, 10, drawn(0)), samples)
+    assert not torch.equal(continued(teacher, PROMPTS, 10, drawn(1)), samples)
+    logits, draw = torch.tensor([[0.0, 1.0, -1.0]]).expand(20_000, 3), drawn(0)
+    shares = draw(logits).bincount(minlength=3) / 20_000
+    torch.testing.assert_close(shares, logits[0].softmax(-1), atol=0.015, rtol=0)  # 4 standard errors
+
+
+@torch.no_grad()
+def test_nats_of_samples_are_those_of_the_teacher_alone(teacher) -> None:
+    samples = continued(teacher, PROMPTS, 10, drawn(0))
+    whole = torch.cat((torch.full((3, 1), 1), PROMPTS, samples), dim=1)
+    logits = teacher(whole).logits.log_softmax(-1)
+    expected = -logits[:, 20:-1].gather(-1, samples.unsqueeze(-1)).mean().item()
+    prompts = whole[:, :21]
+    assert nats_of_samples(teacher, prompts, samples, 1, 64) == pytest.approx(expected, rel=1e-5)
+    # longer than the trained length: by windows of it, so that no position is beyond it
+    seen = []
+    handle = teacher.model.register_forward_pre_hook(
+        lambda _, __, keywords: seen.append(keywords["input_ids"].shape[1]), with_kwargs=True
+    )
+    shorter = nats_of_samples(teacher, prompts, samples, 1, 16)
+    handle.remove()
+    assert max(seen) == 16
+    assert shorter != pytest.approx(expected, rel=1e-5)
+
+
+def test_repeated_grams() -> None:
+    assert repeated_share([[1, 2, 3, 4, 5, 6]]) == 0
+    # 1234 2341 3412 4123 1234 2341: two of six came before
+    assert repeated_share([[1, 2, 3, 4, 1, 2, 3, 4, 1]]) == pytest.approx(2 / 6)
+    assert repeated_share([[7] * 8, [1, 2, 3, 4]]) == pytest.approx((4 / 5) / 2)
+
+
+@torch.no_grad()
+def test_lengths_and_an_equal_model(teacher, student) -> None:
+    rows = generation_figures(teacher, student, LONG, 1, 32, 10_000)
+    assert [(row["length"], row["sampled"]) for row in rows] == [(32, 16), (128, 64)]
+    rows = generation_figures(teacher, student, LONG, 1, 32, 60)
+    assert [row["length"] for row in rows] == [32, 60]
+    equal = convert(teacher, mechanism="linear", layers="none")
+    (row,) = generation_figures(teacher, equal, LONG, None, 32, 32)
+    assert row["agreement_length"] == row["greedy"] == 16
+    assert row["teacher_on_student"] == row["teacher_on_teacher"]
+    assert row["repeated_student"] == row["repeated_teacher"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -11,35 +10,35 @@ from typing import Any
 import processes
 import pytest
 import torch
+from runs import write_lines
 from transformers import AutoModel, AutoTokenizer
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion.calibration_data import check_pairs_file
-from hf_linear_attention.training.evaluation.libraries import PACKAGES, can_score
-from hf_linear_attention.training.evaluation.scores import (
-    Classification,
-    ErrorRates,
-    Spearman,
-    Tagging,
-    TextMatch,
-    TokenLoss,
-    scored,
+from hf_linear_attention.training.evaluation.evaluator import (
+    classification,
+    error_rates,
+    spearman,
+    tagging,
+    text_match,
+    token_loss,
 )
+from hf_linear_attention.training.tasks import PACKAGES, can_score
 from hf_linear_attention.training.tracking import read_metrics
 
 
 def test_scores_are_their_formulas() -> None:
-    found = scored(Classification, [0, 1, 1, 1], [1, 1, 0, 1])
+    found = classification([0, 1, 1, 1], [1, 1, 0, 1])
     assert found == {"accuracy": 0.5, "f1": pytest.approx(2 / 3), "samples": 4}
-    three = scored(Classification, [0, 1, 2, 2], [0, 1, 1, 2])  # F1 of the classes: 1, 2/3 and 2/3
+    three = classification([0, 1, 2, 2], [0, 1, 1, 2])  # F1 of the classes: 1, 2/3 and 2/3
     assert three["f1"] == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
-    assert scored(Classification, [0, 0], [1, 1])["f1"] == 0
-    assert scored(Spearman, [1.0, 2.0, 3.0, 3.0], [1.0, 3.0, 2.0, 2.0])["spearman"] == pytest.approx(1 / 3)
-    assert math.isnan(scored(Spearman, [1.0, 1.0], [1.0, 2.0])["spearman"])
-    assert scored(TokenLoss, [2.0, 4.0], [1, 2]) == {"nats_per_token": 2, "perplexity": math.exp(2), "tokens": 3}
-    texts = scored(TextMatch, ["The Cat!", "a red dog", "x"], [["cat", "dog"], ["dog"], ["y"]])
+    assert classification([0, 0], [1, 1])["f1"] == 0
+    assert spearman([1.0, 2.0, 3.0, 3.0], [1.0, 3.0, 2.0, 2.0])["spearman"] == pytest.approx(1 / 3)
+    assert math.isnan(spearman([1.0, 1.0], [1.0, 2.0])["spearman"])
+    assert token_loss([2.0, 4.0], [1, 2]) == {"nats_per_token": 2, "perplexity": math.exp(2), "tokens": 3}
+    texts = text_match(["The Cat!", "a red dog", "x"], [["cat", "dog"], ["dog"], ["y"]])
     assert texts == {"exact_match": 1 / 3, "f1": pytest.approx((1 + 2 / 3) / 3), "texts": 3}
-    rates = scored(ErrorRates, ["the  cat sat", ""], ["a cat sat", "on"])
+    rates = error_rates(["the  cat sat", ""], ["a cat sat", "on"])
     assert rates == {"wer": 2 / 4, "cer": pytest.approx((3 + 2) / (9 + 2)), "texts": 2}
 
 
@@ -53,7 +52,7 @@ def test_scores_are_their_formulas() -> None:
     ],
 )
 def test_spans_are_those_of_the_tags(mine: list[str], yours: list[str], f1: float) -> None:
-    found = scored(Tagging, [mine], [yours])
+    found = tagging([mine], [yours])
     right = sum(a == b for a, b in zip(mine, yours, strict=True))
     assert found == {"f1": pytest.approx(f1), "accuracy": right / len(mine), "words": len(mine)}
 
@@ -69,33 +68,19 @@ def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_libraries")
-@pytest.mark.parametrize("task", ["sequence_classification", "token_classification", "causal_lm", "ctc"])
+@pytest.mark.parametrize("task", ["token_classification", "ctc"])
 def test_without_the_libraries_the_other_figures_remain(
-    task: str, finetune, twin, request: pytest.FixtureRequest, files: Path, caplog: pytest.LogCaptureFixture
+    task: str, finetune, twin, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if task in ("token_classification", "ctc"):
-        folder = twin(task)
-        options = ["--model_name_or_path", folder / "original", "--train_file", folder / "train.jsonl"]
-        options += ["--validation_file", folder / "valid.jsonl"]
-    else:
-        name, ending = ("llama", "jsonl") if task == "causal_lm" else ("named_classifier", "tsv")
-        options = ["--model_name_or_path", request.getfixturevalue(name), "--train_file", files / f"train.{ending}"]
-        options += ["--validation_file", files / f"valid.{ending}", "--max_length", 32]
-    options = ["--task", task, *options, "--max_train_steps", 1, "--logging_steps", 1]
-    events = finetune(*options)
-    assert any("loss" in event for event in events)
-    figures = set().union(*({name for name in event if name.startswith("eval_")} for event in events))
-    kept = {"causal_lm": "eval_nats_per_token", "ctc": "eval_texts"}.get(task, "eval_accuracy")
-    assert kept in figures
-    assert not figures & {"eval_f1", "eval_wer", "eval_cer"}
-    warnings = [record.message for record in caplog.records if "hf-linear-attention[eval]" in record.message]
-    assert len(warnings) == (task != "causal_lm")
+    options = ["--task", task, "--model_name_or_path", twin(task) / "original"]
+    (figures,) = finetune(*options, "--validation_file", twin(task) / "valid.jsonl")
+    assert {"ctc": "eval_texts"}.get(task, "eval_accuracy") in figures
+    assert not figures.keys() & {"eval_f1", "eval_wer", "eval_cer"}
+    assert len([text for text in caplog.messages if "hf-linear-attention[eval]" in text]) == 1
 
 
 @pytest.mark.usefixtures("no_libraries")
-def test_figures_that_were_asked_for_are_refused_without_their_library(
-    finetune, twin, bert: str, bert_teacher: str, tmp_path: Path, capsys
-) -> None:
+def test_figures_that_were_asked_for_are_refused_without_their_library(finetune, twin, tmp_path: Path, capsys) -> None:
     """Before anything is trained."""
     folder = twin("token_classification")
     options = ["--task", "token_classification", "--model_name_or_path", folder / "original"]
@@ -103,11 +88,6 @@ def test_figures_that_were_asked_for_are_refused_without_their_library(
     for asked in (["--load_best_model_at_end"], ["--metric_for_best_model", "f1"]):
         finetune(*options, *asked, expect=2)
         assert 'needs seqeval; install it with `pip install "hf-linear-attention[eval]"`' in capsys.readouterr().err
-    (tmp_path / "rows.tsv").write_text("query\tdocument\na\tb\n", encoding="utf-8")
-    models = ["--task", "embedding", "--model_name_or_path", bert, "--teacher_name_or_path", bert_teacher]
-    data = ["--validation_file", folder / "valid.jsonl", "--text_column_name", "tokens"]
-    finetune(*models, *data, "--retrieval_file", tmp_path / "rows.tsv", expect=2)
-    assert "rows.tsv` needs sentence-transformers; install it" in capsys.readouterr().err
     (tmp_path / "pairs.tsv").write_text("sentence1\tsentence2\tscore\na\tb\t1\n", encoding="utf-8")
     with pytest.raises(UsageError, match="`--pairs_file` needs scipy; install it"):
         check_pairs_file(str(tmp_path / "pairs.tsv"))
@@ -117,11 +97,11 @@ def write_pairs(texts: list[str], path: Path) -> list[dict[str, object]]:
     """Five pairs of texts, each with a score."""
     scores = [3, 0.5, 4, 1, 2]
     rows = [{"text": texts[i], "other": texts[-1 - i], "label": score} for i, score in enumerate(scores)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(path, rows)
     return rows
 
 
-@pytest.mark.parametrize(("task", "ranks"), [("causal_lm", 2), ("sequence_classification", 2), ("embedding", 3)])
+@pytest.mark.parametrize(("task", "ranks"), [("sequence_classification", 2), ("embedding", 3)])
 def test_figures_are_the_same_on_several_processes(
     task: str, ranks: int, finetune, request: pytest.FixtureRequest, files: Path, tmp_path: Path, dataset_cache: Path
 ) -> None:
@@ -129,7 +109,7 @@ def test_figures_are_the_same_on_several_processes(
 
     One text a batch, because texts that are padded together with others are rounded differently.
     """
-    name = {"causal_lm": "llama", "sequence_classification": "named_classifier", "embedding": "bert"}[task]
+    name = {"sequence_classification": "named_classifier", "embedding": "bert"}[task]
     data = files / ("valid.tsv" if task == "sequence_classification" else "valid.jsonl")
     teacher: list[Any] = []
     if task == "embedding":
@@ -148,7 +128,7 @@ def test_figures_are_the_same_on_several_processes(
     run = processes.start(processes.finetune, dataset_cache, words, ranks=ranks, stderr=tmp_path / "stderr")
     assert processes.finish(run) == [0] * ranks, (tmp_path / "stderr-0").read_text(encoding="utf-8")[-2000:]
     assert read_metrics(tmp_path / "several" / "metrics.jsonl") == [one]
-    figures = {"causal_lm": {"perplexity"}, "sequence_classification": {"accuracy", "f1"}, "embedding": {"spearman"}}
+    figures = {"sequence_classification": {"accuracy", "f1"}, "embedding": {"spearman"}}
     assert {f"eval_{figure}" for figure in figures[task]} <= one.keys()
     assert one.get("eval_samples", 21) == {"embedding": 10}.get(task, 21)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from recipes import recipe_of
 from torch import Tensor, nn
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.training.losses.combined_loss import (
+from hf_linear_attention.training.losses.objectives import (
     OBJECTIVES,
     StudentWithObjectives,
     build_objectives,
@@ -85,16 +85,8 @@ def test_the_gradient_is_the_weighted_sum_of_the_gradients(pair: tuple[str, str]
         assert (weight - 1) ** 2 * own.norm() ** 2 > (1e-4 * expected.norm()) ** 2
 
 
-@pytest.fixture(scope="module")
-def converted(llama: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("converted")
-    hybrid(llama).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(llama).save_pretrained(folder)
-    return str(folder)
-
-
 def test_the_logged_loss_is_the_mean_of_what_was_minimised(
-    finetune, converted: str, llama_teacher: str, files: Path, monkeypatch: pytest.MonkeyPatch
+    finetune, converted, llama: str, llama_teacher: str, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two objectives, three steps in a line: the mean of the losses whose gradients were taken."""
     minimised: list[float] = []
@@ -106,7 +98,8 @@ def test_the_logged_loss_is_the_mean_of_what_was_minimised(
         return loss, parts
 
     monkeypatch.setattr(StudentWithObjectives, "forward", recorded)
-    models = ["--model_name_or_path", converted, "--teacher_name_or_path", llama_teacher, "--task", "causal_lm"]
+    student = converted(llama, mechanism="hybrid", window_size=3, num_sinks=1)
+    models = ["--model_name_or_path", student, "--teacher_name_or_path", llama_teacher, "--task", "causal_lm"]
     steps = ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_steps", 3, "--logging_steps", 3]
     (event,) = finetune(*models, *steps, "--task_loss_weight", 0.25, "--logits_kl_weight", 7)
     assert len(minimised) == 3

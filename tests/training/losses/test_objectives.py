@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from recipes import recipe_of
+from runs import changed
 from torch import Tensor
 from transformers import BertForMaskedLM, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
-from hf_linear_attention.training.losses.combined_loss import OBJECTIVES, StudentWithObjectives, build_objectives
-from hf_linear_attention.training.losses.objectives import absolute_head_error, map_cross_entropy
+from hf_linear_attention.training.losses.objectives import (
+    OBJECTIVES,
+    StudentWithObjectives,
+    absolute_head_error,
+    build_objectives,
+    map_cross_entropy,
+)
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.recipe import ObjectiveArguments, Recipe
 
@@ -89,26 +96,6 @@ def test_task_loss_is_the_loss_of_transformers(llama: str) -> None:
     units = objectives["task_loss"][1].units(batch)
     loss, _ = StudentWithObjectives(model, objectives, None)(batch, None, {"task_loss": 1 / units})
     torch.testing.assert_close(loss, model(**{name: batch[name] for name in batch if name != "index"}).loss)
-
-
-def test_hidden_state_loss_is_relative(masked: str, masked_teacher: str) -> None:
-    """Independent form: mean over layers and real tokens of |s - t|^2 / |t|^2."""
-    student, teacher = (BertForMaskedLM.from_pretrained(path).eval() for path in (masked, masked_teacher))
-    batch = ragged_batch("masked_lm", 2, 0)
-    others = {f"{name}_weight": 0.0 for name in OBJECTIVES if name != "hidden_state"}
-    objectives = build_objectives(recipe("masked_lm", **others))
-    units = objectives["hidden_state"][1].units(batch)
-    watcher = Teacher(teacher, nullcontext, needs_logits=False, layers="all")
-    loss, _ = StudentWithObjectives(student, objectives, "all")(batch, watcher(batch), {"hidden_state": 1 / units})
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "output_hidden_states": True}
-    errors = []
-    with torch.no_grad():
-        pairs = zip(student(**inputs).hidden_states[1:], teacher(**inputs).hidden_states[1:], strict=True)
-        for mine, yours in pairs:
-            for row, column in batch["attention_mask"].nonzero().tolist():
-                s, t = mine[row, column].double(), yours[row, column].double()
-                errors.append((((s - t) ** 2).sum() / (t**2).sum()).item())
-    assert loss.item() == pytest.approx(sum(errors) / len(errors), rel=1e-5)
 
 
 def test_attention_transfer_compares_the_heads_on_the_softmax_model(llama_teacher: str) -> None:
@@ -201,3 +188,17 @@ def test_the_map_loss_is_the_cross_entropy_of_the_weights(llama_teacher: str, me
 def test_every_objective_has_its_weight_option() -> None:
     fields = {name for name in ObjectiveArguments.__dataclass_fields__ if name.endswith("_weight")}
     assert fields == {f"{name}_weight" for name in OBJECTIVES}
+
+
+def test_every_mechanism_learns_and_the_output_layer_is_not_computed(
+    finetune, converted, llama_teacher: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "forward", None)  # the model without its output layer is enough
+    student = converted(llama_teacher, mechanism="linear", feature_map="exp")
+    options = ["--model_name_or_path", student, "--task", "causal_lm", "--train_file", files / "train.jsonl"]
+    options += ["--attention_transfer_weight", 1, "--trainable", "mechanism", "--max_length", 32, "--join_documents"]
+    steps = finetune(*options, "--max_train_steps", 3, "--logging_steps", 1)
+    names = changed(student, tmp_path / "out")
+    assert all(".linear_attention." in name for name in names)
+    assert {name.split(".")[2] for name in names} == {"0", "1"}
+    assert {name for name in steps[0] if "layer_" in name} == {f"attention_transfer.layer_{layer}" for layer in (0, 1)}

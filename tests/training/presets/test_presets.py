@@ -10,37 +10,36 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from processes import finetune as finetune_process
 from processes import finish, start
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, BertForMaskedLM, BertForSequenceClassification, BertModel, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    BertForMaskedLM,
+    BertModel,
+    LlamaForCausalLM,
+)
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion.plan import with_budget
 from hf_linear_attention.training import presets
 from hf_linear_attention.training.loop import RunContext
-from hf_linear_attention.training.presets import FOLDER, load_preset, preset_names, stage_options
+from hf_linear_attention.training.presets import load_preset, preset_names, stage_options
 from hf_linear_attention.training.recipe_parser import parse_options
 from hf_linear_attention.training.run import run_stages
 
 
 ROOT = Path(__file__).resolve().parents[3]
-CLASSES = {
-    "masked_lm": BertForMaskedLM,
-    "embedding": BertModel,
-    "sequence_classification": BertForSequenceClassification,
-}
+CLASSES = {"masked_lm": BertForMaskedLM, "embedding": BertModel}
 
 
 @pytest.fixture
-def converted(llama_teacher: str, tmp_path: Path) -> list[str]:
+def models(converted: Any, llama_teacher: str) -> list[str]:
     """A converted model and its original, as options."""
-    folder = tmp_path / "converted"
-    convert(LlamaForCausalLM.from_pretrained(llama_teacher), mechanism="hybrid", window_size=4).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(folder)
-    return ["--model_name_or_path", str(folder), "--teacher_name_or_path", llama_teacher, "--task", "causal_lm"]
+    student = converted(llama_teacher, mechanism="hybrid", window_size=4)
+    return ["--model_name_or_path", str(student), "--teacher_name_or_path", llama_teacher, "--task", "causal_lm"]
 
 
 @pytest.fixture
@@ -69,18 +68,15 @@ def test_every_stage_of_every_preset_is_a_valid_command_line(name: str, any_task
         assert parse_options([*words, f"--train_file={any_task}", f"--output_dir={tmp_path / 'o'}"])
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in (*preset_names(), PAPERS[-1]) if "causal_lm" in load_preset(name).stages]
-)
-def test_every_causal_preset_runs(name: str, finetune, llama_teacher: str, data: list[str], tmp_path: Path) -> None:
-    stock = LlamaForCausalLM.from_pretrained(llama_teacher)
-    model = convert(
-        stock, **with_budget(load_preset(name).settings["causal"], type(stock), stock.config, torch.float32)
-    )
-    model.save_pretrained(tmp_path / "student")
-    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "student")
-    models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", llama_teacher]
-    finetune("--preset" if name in preset_names() else "--config", name, *models, "--task", "causal_lm", *data)
+@pytest.mark.parametrize("name", [name for name in preset_names() if "causal_lm" in load_preset(name).stages])
+def test_every_causal_preset_runs(
+    name: str, finetune, converted, llama_teacher: str, data: list[str], tmp_path: Path
+) -> None:
+    config = AutoConfig.from_pretrained(llama_teacher)
+    settings = with_budget(load_preset(name).settings["causal"], LlamaForCausalLM, config, torch.float32)
+    student = converted(llama_teacher, **settings)
+    models = ["--model_name_or_path", student, "--teacher_name_or_path", llama_teacher]
+    finetune("--preset", name, *models, "--task", "causal_lm", *data)
     runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
     stages = load_preset(name).stages["causal_lm"]
     for run, stage in zip(runs, stages, strict=True):
@@ -93,33 +89,22 @@ def test_every_causal_preset_runs(name: str, finetune, llama_teacher: str, data:
     [
         ("linformer", "masked_lm"),
         ("performer", "embedding"),
-        ("performer", "sequence_classification"),
-        ("cald-linformer", "masked_lm"),
     ],
 )
 def test_the_stages_of_an_encoder(
     name: str, task: str, finetune, masked_teacher: str, files: Path, tmp_path: Path
 ) -> None:
     """The first of two stages trains the parameters of the mechanisms alone, and the second all others too."""
-    teacher, kind = masked_teacher, "jsonl"
-    if task == "sequence_classification":
-        teacher, kind = str(tmp_path / "teacher"), "tsv"
-        BertForSequenceClassification.from_pretrained(
-            masked_teacher, id2label={0: "long", 1: "short"}, label2id={"long": 0, "short": 1}
-        ).save_pretrained(teacher)
-        AutoTokenizer.from_pretrained(masked_teacher).save_pretrained(teacher)
-    option = "--preset"
-    if name not in preset_names():
-        option, name = "--config", str(ROOT / presets.PAPERS / f"{name}.yaml")
+    teacher = masked_teacher
     settings = dict(load_preset(name).settings["bidirectional"])
     settings |= {"projection_size": 4} if settings["mechanism"] == "linformer" else {}  # rows are longer than that
     student = tmp_path / "student"
     convert(CLASSES[task].from_pretrained(teacher), **settings).save_pretrained(student)
     AutoTokenizer.from_pretrained(masked_teacher).save_pretrained(student)
     # Several steps, because the first of a schedule has the rate 0.
-    data = ["--train_file", files / f"train.{kind}", "--max_length", 32, "--max_train_tokens", 4000]
+    data = ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_tokens", 4000]
     models = ["--model_name_or_path", student, "--teacher_name_or_path", teacher]
-    finetune(option, name, *models, "--task", task, *data)
+    finetune("--preset", name, *models, "--task", task, *data)
     runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
     stages = load_preset(name).stages[task]
     assert [run["training"].get("attention_transfer_weight") for run in runs] == ([1.0, None] if stages[1:] else [None])
@@ -134,7 +119,7 @@ def test_the_stages_of_an_encoder(
 
 
 def test_a_killed_run_goes_on_with_the_stage_it_was_in(
-    finetune, converted: list[str], data: list[str], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finetune, models: list[str], data: list[str], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ended between the stages: the first is not repeated, and the result is that of the uninterrupted run.
 
@@ -146,7 +131,7 @@ def test_a_killed_run_goes_on_with_the_stage_it_was_in(
     monkeypatch.setattr(
         RunContext, "_measured", lambda self, *a: evaluated.append(self.recipe.output_dir.name) or measure(self, *a)
     )
-    finetune("--preset", "default", *converted, *data, output_dir=tmp_path / "whole")
+    finetune("--preset", "default", *models, *data, output_dir=tmp_path / "whole")
     assert evaluated == ["1-transfer", "1-transfer", "whole"]
     started: list[Path] = []
 
@@ -160,9 +145,9 @@ def test_a_killed_run_goes_on_with_the_stage_it_was_in(
 
     original = module.run
     monkeypatch.setattr(module, "run", run)
-    finetune("--preset", "default", *converted, *data, output_dir=tmp_path / "killed", expect=130)
+    finetune("--preset", "default", *models, *data, output_dir=tmp_path / "killed", expect=130)
     finetune(
-        *("--preset", "default", *converted, *data, "--resume_from_checkpoint", "latest"),
+        *("--preset", "default", *models, *data, "--resume_from_checkpoint", "latest"),
         output_dir=tmp_path / "killed",
     )
     assert [path.name for path in started] == ["1-transfer", "killed", "killed"]
@@ -183,11 +168,11 @@ def launched(store: int, cache: Path, options: list[Any]) -> int:
 
 
 def test_two_processes_go_through_all_stages(
-    converted: list[str], data: list[str], tmp_path: Path, dataset_cache: Path
+    models: list[str], data: list[str], tmp_path: Path, dataset_cache: Path
 ) -> None:
     """One output, and every stage starts from the one before it."""
     out = tmp_path / "out"
-    options = ["--preset", "default", *converted, *data, "--output_dir", out]
+    options = ["--preset", "default", *models, *data, "--output_dir", out]
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert finish(start(launched, store.port, dataset_cache, options, ranks=2), timeout=100) == [0, 0]
     first, second = (run["training"] for run in json.loads((out / "training_report.json").read_text())["runs"])
@@ -196,20 +181,20 @@ def test_two_processes_go_through_all_stages(
     names = [path.parent.name for path in sorted(out.rglob("model.safetensors"))]
     assert names == ["out", "1-transfer"]
     start_, middle, end = (
-        load_file(folder / "model.safetensors") for folder in (Path(converted[1]), out / "stages" / "1-transfer", out)
+        load_file(folder / "model.safetensors") for folder in (Path(models[1]), out / "stages" / "1-transfer", out)
     )
     projection = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(start_[projection], middle[projection])
     assert not torch.equal(middle[projection], end[projection])
 
 
-def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str], converted: list[str]) -> None:
+def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str], models: list[str]) -> None:
     """Started anew in a used folder and killed in the first stage: resuming begins with the first stage."""
     out = tmp_path / "out"
     for folder in (out, out / "stages" / "1-transfer"):
         folder.mkdir(parents=True)
         (folder / "training_report.json").write_text('{"runs": [{"metrics": {}}]}')
-    words = ["--preset=default", *converted, *data, f"--output_dir={out}"]
+    words = ["--preset=default", *models, *data, f"--output_dir={out}"]
     preset, given = parse_options([*words, "--overwrite_output_dir=true"])
 
     def killed(recipe, known):
@@ -233,20 +218,11 @@ def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str],
         (["--preset", "default", "--output_dir", "."], ["is not empty"]),
     ],
 )
-def test_refusals(options: list[str], words: list[str], converted, data, tmp_path: Path) -> None:
+def test_refusals(options: list[str], words: list[str], models, data, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
-        parse_options([*converted, *data, "--output_dir", str(tmp_path / "o"), *options])
+        parse_options([*models, *data, "--output_dir", str(tmp_path / "o"), *options])
     for word in words:
         assert word in str(error.value)
-
-
-def test_a_task_without_stages_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    content = yaml.safe_load((FOLDER / "default.yaml").read_text(encoding="utf-8"))
-    del content["tasks"]["masked_lm"]
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
-    monkeypatch.setattr(presets, "FOLDER", tmp_path)
-    with pytest.raises(UsageError, match=r"no stages for `--task masked_lm`.*causal_lm"):
-        parse_options(["--preset=small", "--task=masked_lm", "--model_name_or_path=m", "--output_dir=o"])
 
 
 def test_the_command_line_wins_over_the_stages() -> None:
@@ -258,26 +234,24 @@ def test_the_command_line_wins_over_the_stages() -> None:
 
 
 def test_what_learns_nothing_from_transfer_goes_without(
-    finetune, llama_teacher: str, data: list[str], tmp_path
+    finetune, converted, llama_teacher: str, data: list[str], tmp_path
 ) -> None:
-    model = convert(LlamaForCausalLM.from_pretrained(llama_teacher), mechanism="performer", num_features=16)
-    model.save_pretrained(tmp_path / "student")
-    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "student")
-    models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", llama_teacher]
+    student = converted(llama_teacher, mechanism="performer", num_features=16)
+    models = ["--model_name_or_path", student, "--teacher_name_or_path", llama_teacher]
     finetune("--preset", "default", *models, "--task", "causal_lm", *data)
     (run,) = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
     assert run["training"]["logits_kl_weight"] == 1
     assert run["training"]["tokens"] >= 800
 
 
-def test_what_no_stage_takes_is_refused(data: list[str], converted: list[str], tmp_path: Path, monkeypatch) -> None:
+def test_what_no_stage_takes_is_refused(data: list[str], models: list[str], tmp_path: Path, monkeypatch) -> None:
     """The stages of attention transfer do not train what has the other learning rate."""
     whole = load_preset("default")
     stages = {task: [stage for stage in stages if stage.name == "transfer"] for task, stages in whole.stages.items()}
     monkeypatch.setattr(
         "hf_linear_attention.training.recipe_parser.load_preset", lambda name: dataclasses.replace(whole, stages=stages)
     )
-    words = ["--preset=default", *map(str, [*converted, *data]), f"--output_dir={tmp_path / 'out'}"]
+    words = ["--preset=default", *map(str, [*models, *data]), f"--output_dir={tmp_path / 'out'}"]
     with pytest.raises(UsageError, match=r"`--learning_rate` has no effect in any stage of `--preset default`"):
         parse_options([*words, "--learning_rate=1"])
     assert isinstance(parse_options(words), tuple)
