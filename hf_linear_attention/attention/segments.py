@@ -13,7 +13,7 @@ import itertools
 
 import torch
 
-from ..torch_kernels.attention import is_tracing
+from ..torch_kernels.implementations import is_tracing
 
 
 def segment_mean_weights(mask: torch.Tensor, segments: int, dtype: torch.dtype) -> torch.Tensor:

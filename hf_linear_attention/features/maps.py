@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..torch_kernels.attention import is_eager
 from ..torch_kernels.blocks import (
     ELU_PLUS_ONE,
     EXP,
@@ -32,7 +31,7 @@ from ..torch_kernels.blocks import (
     with_dtype,
 )
 from ..torch_kernels.causal import ElementwiseMap
-from ..torch_kernels.implementations import implemented
+from ..torch_kernels.implementations import implemented, is_eager
 
 
 class FeatureMap(nn.Module):
@@ -220,9 +219,10 @@ class LearnedFeatureMap(FeatureMap):
         unscaled, root = self.unscaled_map(), math.sqrt(scaling)
         if unscaled is None:
             return None
-        query, key = (x._replace(weight=x.weight * root) for x in cast(Any, (unscaled.query, unscaled.key)))
+        query, key = cast(Affine, unscaled.query), cast(Affine, unscaled.key)
         norm = None if key.norm is None else key.norm * scaling
-        return unscaled._replace(query=query, key=key._replace(norm=norm))
+        key = Affine(key.weight * root, key.bias, norm)
+        return KernelMap(unscaled.function, Affine(query.weight * root), key)
 
     def _project(self, x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
         dtype = accumulation_dtype(x)
@@ -280,9 +280,9 @@ class ExpFeatureMap(LearnedFeatureMap):
 
     def unscaled_map(self) -> KernelMap:
         """The C kernels compute these exponents as affine maps."""
-        parts = (self.query_projection, self.key_projection, self.key_bias, self.key_norm_weight)
-        query, *key = (with_dtype(part, torch.float32) for part in parts)
-        return KernelMap(EXP, Affine(query), Affine(*key))
+        weight, bias = with_dtype(self.key_projection, torch.float32), with_dtype(self.key_bias, torch.float32)
+        key = Affine(weight, bias, with_dtype(self.key_norm_weight, torch.float32))
+        return KernelMap(EXP, Affine(with_dtype(self.query_projection, torch.float32)), key)
 
 
 class HedgehogFeatureMap(LearnedFeatureMap):

@@ -15,27 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_kernels.attention import needs_plain
 from ..torch_kernels.blocks import accumulation_dtype, with_dtype
 from ..torch_kernels.causal import gradients_with_graph
 from ..torch_kernels.delta import plain_delta
+from ..torch_kernels.implementations import needs_plain
 from .checks import check_heads, check_mask, check_results, check_shape, check_state
-from .cpu import in_large_pages, run_attention, run_delta_step
-from .delta_fla import delta_on_gpu, takes_on_gpu
-from .operators import (
+from .cpu import (
     FLOAT32,
-    Operator,
-    autograd_in_operator,
-    gradients_of,
-    grouped,
-    or_nothing,
+    in_large_pages,
     refuse_without_library,
-    register,
+    run_attention,
+    run_delta_step,
     takes_attention,
     takes_step,
-    with_rows,
     without_dispatcher,
 )
+from .fla import delta_on_gpu, takes_on_gpu
+from .operators import Operator, autograd_in_operator, gradients_of, grouped, or_nothing, register, with_rows
 
 
 # The fewest columns of values that a thread computes alone, where there are fewer key/value heads than threads.

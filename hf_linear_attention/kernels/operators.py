@@ -19,26 +19,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..torch_kernels.attention import in_torch, is_eager, needs_plain
+from ..torch_kernels.attention import in_torch
 from ..torch_kernels.blocks import EXP, HEDGEHOG, PLAIN, accumulation_dtype, with_dtype
 from ..torch_kernels.causal import gradients_with_graph
-from .checks import check_attention, check_attention_results, check_axes, check_step
+from ..torch_kernels.implementations import is_eager, needs_plain
+from .checks import check_attention, check_attention_results, check_axes, check_heads, check_shape, check_step
 from .cpu import (
-    MOST_COLUMNS,
-    NATIVE_DTYPES,
+    FLOAT32,
     attend,
     differentiate,
     in_large_pages,
+    refuse_without_library,
+    run_attention,
     run_elu_plus_one,
     run_plain_step,
     run_step,
     takes,
+    takes_attention,
+    takes_step,
+    without_dispatcher,
 )
 
 
-# C pads heads to 16 columns; heads narrower than this (`aft` has 1 column) are faster in torch.
-NARROWEST = 4
-FLOAT32 = (torch.float32,)
 NAMESPACE = "hf_linear_attention"
 ATTENTION = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? log_decay, Tensor? state, Tensor? key_weight, "
@@ -77,26 +79,6 @@ def register(operators: Mapping[str, Operator]) -> Any:
                 options: dict[str, Any] = {"setup_context": operator.save, "lib": library}
                 torch.library.register_autograd(f"{NAMESPACE}::{name}", operator.differentiate, **options)
     return registered
-
-
-def without_dispatcher(registered: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The `function` of an operator without gradients, or the operator itself if a torch dispatch mode is active.
-
-    A step of one token takes 20 to 100 us, of which the dispatcher takes 2 to 6.
-    """
-    is_watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    return registered if is_watched else function
-
-
-def takes_attention(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, features: int) -> bool:
-    """Whether C computes: on a CPU, without packed sequences, empty tensors, narrow heads or very wide rows."""
-    is_packed = key_mask is not None and key_mask.dtype != torch.bool
-    if is_packed or not query.ndim == key.ndim == value.ndim == 4:
-        return False
-    widths = query.shape[-1], value.shape[-1]
-    if min(widths) < NARROWEST or max(*widths, features) > MOST_COLUMNS or not key.numel():
-        return False
-    return takes(query, key, value, dtypes=NATIVE_DTYPES)
 
 
 def is_bare_hedgehog(function: int, key_weight: Tensor | None) -> bool:
@@ -314,15 +296,6 @@ def gradient_of_map(grad: Tensor, x: Tensor) -> Tensor:
     return grad.flatten(1, 2).sum(0).sum_to_size(x.shape).to(x.dtype)
 
 
-def refuse_without_library(*tensors: Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_DTYPES) -> None:
-    """Raise NotImplementedError if the C kernels do not support these tensors."""
-    if not takes(*tensors, dtypes=dtypes):
-        raise NotImplementedError(
-            "There is no C kernel for these tensors on this machine; `hf_linear_attention.kernel_backend()` says why. "
-            "Call the functions of hf_linear_attention.torch_kernels.attention, which fall back to torch."
-        )
-
-
 def _attention_step(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
 ) -> tuple[Tensor, Tensor]:
@@ -413,21 +386,74 @@ def attention_step(
     return None
 
 
-def takes_step(*tensors: Tensor, in_graphs: bool = False) -> bool:
-    """Whether the C kernels compute a step of one token for these tensors, without gradients only.
-
-    With `in_graphs`, they do so in the graphs of torch.compile too, as one operator.
-    """
-    if torch.is_grad_enabled() or needs_plain(tensors[0]) or (torch.compiler.is_compiling() and not in_graphs):
-        return False
-    return takes(*tensors)
-
-
 def elu_plus_one(x: Tensor) -> Tensor | None:
     """The operator `elu_plus_one` where C takes `x`."""
     if not takes(x, dtypes=FLOAT32):
         return None
     return without_dispatcher(OPERATORS.elu_plus_one, _elu_plus_one)(x)
+
+
+def slot_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
+) -> torch.Tensor | None:
+    """The operator where C takes these tensors; None leaves checked arguments to torch.
+
+    torch's fused kernel is made for many queries and many keys; if no gradient is required, C takes two thirds of its
+    time.
+
+    Raises:
+        ValueError: if the shapes, dtypes or devices do not match.
+    """
+    check_slots(query, key, value, visible)
+    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if has_gradient or not is_eager(query) or not takes_attention(query, key, value, None, 1):
+        return None
+    step = without_dispatcher(OPERATORS.slot_attention, _slot_attention)
+    return step(query, key, value, visible, scaling).transpose(1, 2)
+
+
+def check_slots(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None) -> None:
+    """Check the arguments of the operator `slot_attention`.
+
+    Raises:
+        ValueError: for the first invalid argument.
+    """
+    batch, heads, kv_heads = check_heads(query, key, value)
+    check_shape("query", query, (batch, heads, None, key.shape[3]), like=query)
+    if visible is None:
+        return
+    check_shape("visible", visible, *((b, h, key.shape[2]) for b in (batch, 1) for h in (kv_heads, 1)), like=query)
+    if visible.dtype != torch.bool:
+        raise ValueError(f"`visible` is {visible.dtype}; it must be bool, True where a key takes part.")
+
+
+def _slot_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """The operator behind `slot_attention`; its output is `[B, N, H, W]`."""
+    check_slots(query, key, value, visible)
+    refuse_without_library(query, key, value)
+    batch, length, kv_heads = query.shape[0], query.shape[2], key.shape[1]
+    output = in_large_pages(_fake_slot_attention(query, key, value, visible, scaling))
+    if not key.shape[2]:
+        return output.zero_()
+    are_few_keys = key.shape[2] <= length
+    # Scaled in float32: the softmax of logits near 100 would change if they were rounded to bfloat16.
+    query, key = (query, key.float() * scaling) if are_few_keys else (query.float() * scaling, key)
+    if visible is not None:
+        visible = visible[:, :, None, :, None].expand(batch, kv_heads, -1, -1, -1)
+    by_head = output.transpose(1, 2).unflatten(1, (kv_heads, -1))
+    query = with_rows(query).unflatten(1, (kv_heads, -1))
+    key, value = (with_rows(x).unsqueeze(2) for x in (key, value))
+    run_attention("slots_forward", (0, PLAIN, are_few_keys), (query, key, value, visible, by_head))
+    return output
+
+
+def _fake_slot_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    batch, heads, length, _ = query.shape
+    return query.new_empty(batch, length, heads, value.shape[-1])
 
 
 OPERATORS_OF_ATTENTION = {
@@ -451,6 +477,11 @@ OPERATORS_OF_ATTENTION = {
         _fake_attention_step,
     ),
     "elu_plus_one": Operator("(Tensor x) -> Tensor", _elu_plus_one, _fake_elu_plus_one),
+    "slot_attention": Operator(
+        "(Tensor query, Tensor key, Tensor value, Tensor? visible, float scaling) -> Tensor",
+        _slot_attention,
+        _fake_slot_attention,
+    ),
 }
 _LOCK = threading.Lock()
 OPERATORS = register(OPERATORS_OF_ATTENTION)

@@ -27,8 +27,9 @@ from torch import nn
 from transformers import initialization as init
 
 from ..attention.segments import gather_tokens, inverse_order, real_first, without_padding
-from ..torch_kernels.attention import is_eager, kernel_attention, kernel_sums
+from ..torch_kernels.attention import kernel_attention, kernel_sums
 from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulation_dtype, largest_visible, normalize
+from ..torch_kernels.implementations import is_eager
 from .base import AttentionMechanism, LayerShape, MechanismInputs, OutputParts, State, mask_chunks
 from .options import AftOptions
 

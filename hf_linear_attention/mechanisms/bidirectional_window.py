@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from ..attention.segments import gather_tokens, real_first
-from ..torch_kernels.attention import is_eager
 from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulated, accumulation_dtype, shown
-from ..torch_kernels.causal import is_free
+from ..torch_kernels.implementations import is_eager, is_free
 from ..torch_kernels.window import NearKeys, Part, join
 from .base import MechanismInputs, OutputParts
 from .window_keys import ORDINARY, SINK, Line, kind_of

@@ -12,13 +12,13 @@ from ..features.maps import FEATURE_MAPS, FeatureMap
 from ..positions.rotary import decay_of, taken_back, without_hidden
 from ..torch_kernels.attention import (
     elementwise_attention,
-    is_eager,
     kernel_attention,
     makes_features,
     map_attention,
     state_after,
 )
 from ..torch_kernels.blocks import EXP, KernelMap, read_state, with_dtype
+from ..torch_kernels.implementations import is_eager
 from .base import AttentionMechanism, LayerShape, MechanismInputs, OutputParts, State, mask_chunks
 from .options import LinearOptions
 from .token_gates import TOKENS_PER_PART, faded, gates_of, with_key_exponents  # of gates

@@ -36,9 +36,9 @@ from ..attention.segments import (
     weigh_tokens,
     without_padding,
 )
-from ..torch_kernels.attention import needs_plain
 from ..torch_kernels.blocks import accumulated, accumulation_dtype
-from ..torch_kernels.slots import slot_attention
+from ..torch_kernels.implementations import needs_plain
+from ..torch_kernels.window import slot_attention
 from .base import AttentionMechanism, LayerShape, MechanismInputs, State
 from .options import LinformerOptions
 

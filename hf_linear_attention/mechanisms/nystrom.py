@@ -28,7 +28,7 @@ from ..attention.segments import (
     without_padding,
 )
 from ..torch_kernels.blocks import accumulation_dtype
-from ..torch_kernels.slots import slot_attention
+from ..torch_kernels.window import slot_attention
 from .base import AttentionMechanism, LayerShape, MechanismInputs, State
 from .options import NystromOptions
 

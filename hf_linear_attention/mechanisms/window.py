@@ -20,9 +20,8 @@ from torch import Tensor
 
 from ..attention.segments import gather_tokens, inverse_order, real_first
 from ..positions.rotary import RotaryShift, alibi_of
-from ..torch_kernels.attention import is_eager
 from ..torch_kernels.blocks import with_dtype
-from ..torch_kernels.causal import is_free
+from ..torch_kernels.implementations import is_eager, is_free
 from ..torch_kernels.window import NearKeys, Part, SinkKeys, exact_part
 from .base import AttentionMechanism, LayerShape, MechanismInputs, State
 from .bidirectional_window import attend_both_ways  # of encoders
@@ -50,7 +49,8 @@ class WindowState(NamedTuple):
     @property
     def stored(self) -> State:
         """The tensors in their order."""
-        return tuple(tensor for tensor in self if tensor is not None)
+        tensors: Any = self if self.sums is not None else self[1:]
+        return tuple(tensors if self.position is not None else tensors[:-1])
 
 
 Slots = tuple[Line, Line, tuple[Tensor, ...], Tensor, Tensor | None, Tensor]

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.segments import gather_tokens, real_first
-from ..torch_kernels.attention import is_eager
-from ..torch_kernels.causal import is_free
+from ..torch_kernels.implementations import is_eager, is_free
 
 
 # What a slot of a line holds.

@@ -30,30 +30,11 @@ from .blocks import (
     with_dtype,
 )
 from .causal import CausalAttention, ElementwiseMap, causal_attention, scanned_attention  # of causal layers
-from .implementations import implemented
+from .implementations import implemented, needs_plain
 
 
 # In a graph, longer inputs take one step of a loop per block: every block of its own would make the graph long.
 MOST_BLOCKS = 16
-
-
-def is_tracing() -> bool:
-    """Whether a graph is being built (torch.compile, torch.export, ONNX), in which no branch may depend on data."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
-
-
-def needs_plain(tensor: torch.Tensor) -> bool:
-    """Whether only plain torch operations will do: in exported graphs, under torch.func, for tensor subclasses."""
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    return type(tensor) is not torch.Tensor or torch._C._functorch.maybe_current_level() is not None
-
-
-def is_eager(tensor: torch.Tensor) -> bool:
-    """Whether the computation runs immediately and on a plain tensor, so that code tuned for eager mode pays off."""
-    return not torch.compiler.is_compiling() and not needs_plain(tensor)
 
 
 def makes_features(

@@ -43,7 +43,7 @@ from .blocks import (
     with_ones,
     with_padding_counted,
 )
-from .implementations import in_large_pages
+from .implementations import in_large_pages, is_free
 
 
 def causal_attention(
@@ -91,11 +91,6 @@ def causal_attention(
         results.append((output, denominator, scale))
     joint: Any = (None if part[0] is None else joined(part) for part in zip(*results))
     return *joint, pack_state(sums, maximum)
-
-
-def is_free(length: int) -> bool:
-    """Whether a graph is being exported in which this length is a variable, so that nothing may depend on it."""
-    return isinstance(length, torch.SymInt)
 
 
 def incomplete(length: int, size: int) -> int:
