@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from ..torch_kernels.implementations import is_tracing
 from .architectures import FEATURE_ARGUMENTS
 from .cache import (
     LinearAttentionStateLayer,  # of decoders
+    Tokens,  # of decoders
     refuse_linear_layer,
     refuse_other_softmax_rows,  # of decoders
     state_layer,  # of decoders
@@ -253,12 +254,13 @@ class LinearizedAttention:
         if not is_tracing() and query.numel() == 0 and (state_layer is None or query.shape[2] == 0):
             batch, heads, length, _ = query.shape
             return query.new_zeros(batch, length, heads, inputs.value.shape[3])
-        if inputs.is_packed and not is_tracing():
+        is_packed = inputs.is_packed
+        if is_packed and not is_tracing():
             output = attend_packed(lambda part: self.linear_attention(part, None)[0], inputs)
             if state_layer is not None:
                 self._keep_last_sequence(inputs, state_layer)
             return output
-        if inputs.is_packed and not inputs.is_causal:
+        if is_packed and not inputs.is_causal:
             raise NotImplementedError(
                 f"{type(self.linear_attention).__name__} in an encoder does not support packed sequences inside a "
                 "graph (torch.compile, torch.export); put each sequence into its own row of the batch."
@@ -266,7 +268,8 @@ class LinearizedAttention:
         if state_layer is None:
             return self.linear_attention(inputs, None)[0]
         in_place = state_layer.static and not state_layer.record_past
-        self._absorb_pending(state_layer, inputs.scaling)
+        if state_layer.pending is not None:
+            self._absorb_pending(state_layer, inputs.scaling)
         mechanism_inputs = inputs._replace(in_place=True) if in_place else inputs
         output, state = self.linear_attention(mechanism_inputs, state_layer.state)
         state_layer.extend(state, inputs, self.linear_attention.absorbs_queries)
@@ -274,8 +277,7 @@ class LinearizedAttention:
 
     def _keep_last_sequence(self, inputs: MechanismInputs, state_layer: LinearAttentionStateLayer) -> None:
         """Store the state of the last packed sequence of each row, because later tokens continue that sequence."""
-        self._absorb_pending(state_layer, inputs.scaling)
-        if state_layer.state is not None:
+        if state_layer.state is not None or state_layer.pending is not None:
             raise ValueError(
                 "Got packed sequences after cached tokens; linear attention accepts them only with an empty cache."
             )
@@ -285,9 +287,7 @@ class LinearizedAttention:
 
     def _absorb_pending(self, state_layer: LinearAttentionStateLayer, scaling: float) -> None:
         """Bring the state up to date after a rollback."""
-        if state_layer.pending is None:
-            return
-        key, value, mask, positions, gates, query = state_layer.pending
+        key, value, mask, positions, gates, query = cast(Tokens, state_layer.pending)
         if query is None:
             query = key.new_zeros(key.shape[0], self.linear_attention.shape.num_heads, *key.shape[2:])
         inputs = MechanismInputs(query, key, value, mask, scaling, True, positions, gates)

@@ -412,8 +412,8 @@ def _described(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array:
                 f"Tensor {place} of a C kernel is {tensor.dtype} on {tensor.device} with {tensor.ndim} axes; C reads "
                 "float32, bfloat16 and bool in memory, with five axes."
             )
-        size = tensor.element_size()
-        numbers += (tensor.data_ptr(), *(size * stride for stride in tensor.stride()[:4]), size)
+        size, (batch, head, group, row, _) = tensor.element_size(), tensor.stride()
+        numbers += (tensor.data_ptr(), size * batch, size * head, size * group, size * row, size)
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 

@@ -169,8 +169,8 @@ def _new_window_outputs(query: Tensor, key: Tensor, value: Tensor, *others: Any)
     (batch, heads, length, _), kv_heads = query.shape, key.shape[1]
     dtype = accumulation_dtype(query)
     output = query.new_empty(batch, length, heads, value.shape[-1], dtype=dtype)
-    size, largest = (output.new_empty(batch, kv_heads, heads // kv_heads, length, 1) for _ in range(2))
-    return output, size, largest
+    size = output.new_empty(batch, kv_heads, heads // kv_heads, length, 1)
+    return output, size, torch.empty_like(size)
 
 
 def _fake_window(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -617,8 +617,8 @@ def _fake_joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _new_results(given: Given, features: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (batch, heads, length, _), kv_heads, width = given.query.shape, given.key.shape[1], given.value.shape[3]
     output = given.query.new_empty(batch, length, heads, width, dtype=accumulation_dtype(given.query))
-    size, total = (output.new_empty(batch, kv_heads, heads // kv_heads, length, 1) for _ in range(2))
-    return output, size, total, output.new_empty(batch, kv_heads, features, width + 2)
+    size = output.new_empty(batch, kv_heads, heads // kv_heads, length, 1)
+    return output, size, torch.empty_like(size), output.new_empty(batch, kv_heads, features, width + 2)
 
 
 def _joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *arguments: Any) -> list[Tensor]:

@@ -84,7 +84,7 @@ class WindowAttention(WindowOptions, AttentionMechanism):
     def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """Exact attention to the window and the sinks; see `AttentionMechanism.forward`."""
         query = inputs.query
-        if inputs.is_packed:
+        if inputs.attention_mask is not None and inputs.is_packed:
             self._refuse_numbers(inputs.is_causal, state)
         if not query.shape[2]:
             return self._nothing(inputs, state)
