@@ -181,10 +181,10 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def store(self, state: State, num_tokens: int = 0) -> None:
         """Replace the stored state by one of `num_tokens` more tokens."""
-        if self.static:
-            self.cumulative_length.add_(num_tokens)
-        else:
+        if not self.static:
             self.cumulative_length += num_tokens
+        elif num_tokens:
+            self.cumulative_length.add_(num_tokens)
         self.batch_size = state[0].shape[0]
         if self.static and self.state is not None and self.state[0].shape == state[0].shape:
             for old, new in zip(self.state, state):

@@ -190,46 +190,33 @@ def check_state(name: str, state: Tensor, shape: Shape, query: Tensor, value: Te
         )
 
 
-def check_results(query: Tensor, **results: tuple[Tensor | None, Shape, torch.dtype]) -> None:
-    """Check the results of a forward pass, or their gradients, each given as `(tensor, shape, dtype)`.
+def check_results(query: Tensor, made: Sequence[Tensor | None], **results: Tensor | None) -> None:
+    """Check results of a forward pass, or their gradients, each by the tensor of `made` in its place.
+
+    Args:
+        made: tensors with the shape and dtype of the result, on any device.
 
     Raises:
         ValueError: for the first tensor of another shape or dtype.
     """
-    for name, (tensor, shape, dtype) in results.items():
-        check_shape(name, tensor, shape, like=query)
-        if tensor is not None and tensor.dtype != dtype:
-            raise ValueError(f"`{name}` is {tensor.dtype}; it must be {dtype}, as in the forward pass.")
+    for (name, tensor), like in zip(results.items(), made):
+        if tensor is None or like is None:
+            continue
+        check_shape(name, tensor, tuple(like.shape), like=query)
+        if tensor.dtype != like.dtype:
+            raise ValueError(f"`{name}` is {tensor.dtype}; it must be {like.dtype}, as in the forward pass.")
 
 
-def check_attention_results(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    features: int,
-    function: int,
-    grad_output: Tensor | None,
-    grad_denominator: Tensor | None,
-    grad_state: Tensor | None,
-    output: Tensor,
-    denominator: Tensor,
-    needed: Sequence[bool],
-) -> None:
-    """Check what the operator `attention_backward` takes in addition to the arguments of `attention`.
+def check_needed(needed: Sequence[bool], count: int) -> None:
+    """Check the last argument of a backward operator.
 
     Raises:
-        ValueError: for the first invalid argument.
+        ValueError: if it does not say for each of `count` tensors whether its gradient is needed.
     """
-    (batch, heads, length, _), kv_heads, width = query.shape, key.shape[1], value.shape[3]
-    by_head, per_query = (batch, length, heads, width), (batch, kv_heads, heads // kv_heads, length, 1)
-    dtype = accumulation_dtype(value)
-    check_results(
-        query,
-        grad_output=(grad_output, by_head, query.dtype),
-        grad_denominator=(grad_denominator, per_query, dtype),
-        grad_state=(grad_state, (batch, kv_heads, features, width + 1 + (function >= EXP)), dtype),
-        output=(output, by_head, query.dtype),
-        denominator=(denominator, per_query, dtype),
-    )
-    if len(needed) != 10:
-        raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the 10 tensors.")
+    if len(needed) != count:
+        raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the {count} tensors.")
+
+
+def without_memory(*tensors: Tensor) -> list[Tensor]:
+    """Tensors of the same shapes and dtypes on the meta device."""
+    return [x.to("meta") for x in tensors]

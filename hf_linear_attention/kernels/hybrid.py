@@ -32,7 +32,7 @@ from ..torch_kernels.blocks import EMPTY_MAXIMUM, EXP, HEDGEHOG, accumulated, ac
 from ..torch_kernels.causal import gradients_with_graph
 from ..torch_kernels.implementations import needs_plain
 from ..torch_kernels.window import join, log_size, plain_window
-from .checks import check_attention, check_heads, check_results, check_shape
+from .checks import check_attention, check_heads, check_needed, check_results, check_shape, without_memory
 from .cpu import (
     attend,
     differentiate,
@@ -47,12 +47,10 @@ from .cpu import (
 )
 from .operators import (
     Operator,
-    Tensors,
     arguments_of_map,
-    autograd_in_operator,
     gradient_like,
     gradient_of_map,
-    gradients_of,
+    gradients_in_torch,
     grouped,
     or_nothing,
     register,
@@ -147,7 +145,7 @@ def _window(
     given = (query, key, value, visible, sink_key, sink_value, seen, sink_query)
     width = check_window(*given)
     if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
-        return tuple(x.contiguous() for x in _window_laid_out(*plain_window(*given, scaling)))
+        return tuple(x.contiguous() for x in _window_in_torch(*given, scaling))
     output, size, largest = _new_window_outputs(*given)
     arguments = _window_arguments(scaling, *given)
     results = (grouped(in_large_pages(output).transpose(1, 2), key.shape[1]), size, largest)
@@ -160,8 +158,9 @@ def _takes_window(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, *s
     return bool(query.shape[2]) and takes_attention(query, key, value, visible, 1) and takes(*sinks)
 
 
-def _window_laid_out(output: Tensor, size: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The results in the layout of the operator."""
+def _window_in_torch(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator in torch, with results in its layout."""
+    output, size, largest = plain_window(*given)
     return output.flatten(1, 2).transpose(1, 2), size, largest
 
 
@@ -182,14 +181,18 @@ def _window_backward(grad_output: Tensor | None, grad_size: Tensor | None, *give
     *inputs, scaling, output, size = given
     width = check_window(*inputs)
     query, key, value, visible, sink_key, sink_value, _, sink_query = inputs
-    check_window_results(query, key, value, grad_output, grad_size, output, size)
+    made = _new_window_outputs(*without_memory(query, key, value))[:2]
+    check_results(query, (*made, *made), grad_output=grad_output, grad_log_size=grad_size, output=output, log_size=size)
     if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
-        return _window_gradients_in_torch((grad_output, grad_size), inputs, scaling)
+        grads = gradients_in_torch(
+            lambda *x: _window_in_torch(*x, scaling), inputs, (True,) * 8, (grad_output, grad_size, None)
+        )
+        return [grads[place].contiguous() for place in (0, 1, 2, 4, 5, 7)]
     kv_heads = key.shape[1]
     grads = [in_large_pages(x.new_empty(x.shape)) for x in (query, key, value, sink_key, sink_value)]
     grad_sink_query = None if sink_query is None else sink_query.new_zeros(sink_query.shape)
     grad_output = None if grad_output is None else grouped(with_rows(grad_output).transpose(1, 2), kv_heads)
-    made = (
+    computed = (
         grouped(grads[0], kv_heads),
         *(grad.unsqueeze(2) for grad in grads[1:]),
         None if grad_sink_query is None else grouped(grad_sink_query, kv_heads),
@@ -197,7 +200,7 @@ def _window_backward(grad_output: Tensor | None, grad_size: Tensor | None, *give
     arguments = _window_arguments(scaling, *inputs)
     results = (grouped(output.transpose(1, 2), kv_heads), size, None)
     incoming = (grad_output, None if grad_size is None else grad_size.contiguous())
-    run_attention("window_backward", (width, sink_key.shape[2], True), (*arguments, *results, *incoming, *made))
+    run_attention("window_backward", (width, sink_key.shape[2], True), (*arguments, *results, *incoming, *computed))
     return [*grads, or_nothing(grad_sink_query, query)]
 
 
@@ -206,14 +209,6 @@ def _fake_window_backward(grad_output: Tensor | None, grad_size: Tensor | None, 
     check_window(*given[:8])
     grads = [x.new_empty(x.shape) for x in (query, key, value, sink_key, sink_value)]
     return [*grads, query.new_empty(0) if sink_query is None else sink_query.new_empty(sink_query.shape)]
-
-
-def _window_gradients_in_torch(incoming: Tensors, inputs: Sequence[Any], scaling: float) -> list[Tensor]:
-    leaves: Any = [x.detach().requires_grad_() if x is not None and x.is_floating_point() else x for x in inputs]
-    with autograd_in_operator():
-        outputs = _window_laid_out(*plain_window(*(*leaves, scaling)))
-    grads = gradients_of(outputs, (*incoming, None), leaves)
-    return [grad.contiguous() for grad, x in zip(grads, leaves) if x is None or x.requires_grad]
 
 
 def _save_window(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
@@ -228,11 +223,8 @@ def _differentiate_window(
 ) -> tuple[Tensor | None, ...]:
     *inputs, output, size = ctx.saved_tensors
     if torch.is_grad_enabled():
-
-        def plain(*leaves: Any) -> tuple[Tensor, Tensor, Tensor]:
-            return _window_laid_out(*plain_window(*(*leaves, ctx.scaling)))
-
-        return *gradients_with_graph(plain, inputs, (grad_output, grad_size, None)), None
+        incoming = (grad_output, grad_size, None)
+        return *gradients_with_graph(lambda *x: _window_in_torch(*x, ctx.scaling), inputs, incoming), None
     found = OPERATORS.window_attention_backward(grad_output, grad_size, *inputs, ctx.scaling, output, size)
     query, key, value, sink_key, sink_value, sink_query = found
     grads = (query, key, value, None, sink_key, sink_value, None, sink_query if inputs[7] is not None else None)
@@ -376,31 +368,6 @@ def check_window(
     if visible.dtype != torch.bool or seen.dtype != torch.bool:
         raise ValueError(f"`visible` and `seen` are {visible.dtype} and {seen.dtype}; both must be bool.")
     return places - length + 1
-
-
-def check_window_results(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad_output: Tensor | None,
-    grad_log_size: Tensor | None,
-    output: Tensor,
-    log_size: Tensor,
-) -> None:
-    """Check what the operator `window_attention_backward` takes in addition to the arguments of `window_attention`.
-
-    Raises:
-        ValueError: for the first invalid argument.
-    """
-    (batch, heads, length, _), kv_heads, dtype = query.shape, key.shape[1], accumulation_dtype(query)
-    by_head, per_query = (batch, length, heads, value.shape[3]), (batch, kv_heads, heads // kv_heads, length, 1)
-    check_results(
-        query,
-        grad_output=(grad_output, by_head, dtype),
-        grad_log_size=(grad_log_size, per_query, dtype),
-        output=(output, by_head, dtype),
-        log_size=(log_size, per_query, dtype),
-    )
 
 
 def check_hybrid_step(
@@ -625,7 +592,15 @@ def _joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *argu
     *tensors, output, size, total, needed = arguments
     given = Given(*tensors)
     features = check_joint(given)
-    check_joint_results(given, features, grad_output, grad_state, output, size, total, needed)
+    small = dict(zip(("query", "key", "value"), without_memory(*given[:3])))
+    of_output, of_size, _, of_state = _new_results(given._replace(**small), features)
+    computed = {"output": output, "log_size": size, "denominator": total}
+    expected = (of_output, of_state, of_output, of_size, of_size)
+    check_results(given.query, expected, grad_output=grad_output, grad_state=grad_state, **computed)
+    for name, x in computed.items():
+        if not x.is_contiguous():
+            raise ValueError(f"`{name}` is not dense; pass it as `joint_attention` returned it.")
+    check_needed(needed, TENSORS)
     refuse_without_library(*given[:3], *given[4:6], given.key_weight)
     kv_heads, (first, num_far) = given.key.shape[1], given.ranges
     grads = [in_large_pages(gradient_like(x)) for x in (given.query, given.key, given.value)]
@@ -747,50 +722,13 @@ def _check_turn(name: str, turn: Tensor | None, rows: int, pairs: Pairs, query: 
         )
 
 
-def check_joint_results(
-    given: Given,
-    features: int,
-    grad_output: Tensor | None,
-    grad_state: Tensor | None,
-    output: Tensor,
-    log_size: Tensor,
-    denominator: Tensor,
-    needed: Sequence[bool],
-) -> None:
-    """Check what the operator `joint_attention_backward` takes in addition to the arguments of `joint_attention`.
-
-    Raises:
-        ValueError: for the first invalid argument.
-    """
-    (batch, heads, length, _), kv_heads, width = given.query.shape, given.key.shape[1], given.value.shape[3]
-    by_head, per_query = (batch, length, heads, width), (batch, kv_heads, heads // kv_heads, length, 1)
-    dtype = accumulation_dtype(given.query)
-    check_results(
-        given.query,
-        grad_output=(grad_output, by_head, dtype),
-        grad_state=(grad_state, (batch, kv_heads, features, width + 2), dtype),
-        output=(output, by_head, dtype),
-        log_size=(log_size, per_query, dtype),
-        denominator=(denominator, per_query, dtype),
-    )
-    for name, x in (("output", output), ("log_size", log_size), ("denominator", denominator)):
-        if not x.is_contiguous():
-            raise ValueError(f"`{name}` is not dense; pass it as `joint_attention` returned it.")
-    if len(needed) != TENSORS:
-        raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the {TENSORS} tensors.")
-
-
 def _differentiate_joint(
     ctx: Any, grad_output: Tensor | None, _: Any, __: Any, grad_state: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     *inputs, output, size, total = ctx.saved_tensors
     needed = [bool(need) for need in ctx.needs_input_grad[:TENSORS]]
     if torch.is_grad_enabled():
-
-        def plain(*leaves: Any) -> tuple[Tensor, Tensor]:
-            return plain_joint(Given(*leaves, *ctx.how))
-
-        grads = gradients_with_graph(plain, inputs, (grad_output, grad_state))
+        grads = gradients_with_graph(lambda *x: plain_joint(Given(*x, *ctx.how)), inputs, (grad_output, grad_state))
     else:
         found = iter(
             OPERATORS.joint_attention_backward(grad_output, grad_state, *inputs, *ctx.how, output, size, total, needed)

@@ -23,7 +23,16 @@ from ..torch_kernels.attention import in_torch
 from ..torch_kernels.blocks import EXP, HEDGEHOG, PLAIN, accumulation_dtype, with_dtype
 from ..torch_kernels.causal import gradients_with_graph
 from ..torch_kernels.implementations import is_eager, needs_plain
-from .checks import check_attention, check_attention_results, check_axes, check_heads, check_shape, check_step
+from .checks import (
+    check_attention,
+    check_axes,
+    check_heads,
+    check_needed,
+    check_results,
+    check_shape,
+    check_step,
+    without_memory,
+)
 from .cpu import (
     FLOAT32,
     attend,
@@ -96,9 +105,9 @@ def _attention(
     features = check_attention(query, key, value, key_mask, log_decay, state, *affine, *how)
     given = (query, key, value, key_mask, log_decay, state, *affine)
     if not takes_attention(query, key, value, key_mask, features) or is_bare_hedgehog(function, key_weight):
-        output, denominator, scale, state = in_torch(*given, *how)
+        output, denominator, scale, state = _in_torch(*given, *how)
         scale = denominator.new_empty(0) if scale is None else scale
-        return tuple(x.contiguous() for x in _laid_out(query, output, denominator, scale, state))
+        return tuple(x.contiguous() for x in (output, denominator, scale, state))
     output, denominator, scale, new_state = _new_outputs(query, key, value, features, function)
     output = in_large_pages(output)
     arguments = arguments_of_map(given, key.shape[1])
@@ -136,10 +145,15 @@ def _attention_backward(
     inputs = arguments[:10]
     query, key, value, key_mask, log_decay, _, *affine = inputs
     features = check_attention(*arguments)
-    incoming = (grad_output, grad_denominator, grad_state)
-    check_attention_results(query, key, value, features, arguments[10], *incoming, output, denominator, needed)
+    made = _new_outputs(*without_memory(query, key, value), features, arguments[10])
+    results = {"grad_output": grad_output, "grad_denominator": grad_denominator, "grad_state": grad_state}
+    check_results(query, (*made[:2], made[3], *made[:2]), **results, output=output, denominator=denominator)
+    check_needed(needed, 10)
     if not takes_attention(query, key, value, key_mask, features) or is_bare_hedgehog(arguments[10], affine[0]):
-        return _gradients_in_torch((grad_output, grad_denominator, grad_state), arguments, needed)
+        wanted = (True, True, True, *needed[3:])  # as C makes them
+        incoming = (grad_output, grad_denominator, None, grad_state)
+        grads = gradients_in_torch(lambda *x: _in_torch(*x, *arguments[10:]), inputs, wanted, incoming)
+        return [*grads[:3], *(grad.contiguous() for grad in grads[3:])]
     kv_heads = key.shape[1]
     described = arguments_of_map(inputs, kv_heads)
     # The C code always computes these three.
@@ -157,8 +171,8 @@ def _attention_backward(
         None if grad_denominator is None else grad_denominator.contiguous(),
         None if grad_state is None else grad_state.contiguous().unsqueeze(2),
     )
-    results = (grouped(output.transpose(1, 2), kv_heads), denominator, None, None)
-    differentiate((features, *given[10:12]), (*described, *results, *incoming, *made, *others))
+    computed = (grouped(output.transpose(1, 2), kv_heads), denominator, None, None)
+    differentiate((features, *given[10:12]), (*described, *computed, *incoming, *made, *others))
     grad_decay, *grad_affine, _, _, grad_first = others
     grad_affine = [None if grad is None else gradient_of_map(grad, x) for grad, x in zip(grad_affine, affine)]
     grad_decay = None if grad_decay is None else grad_decay.sum(0).reshape(log_decay.shape).to(log_decay.dtype)
@@ -180,20 +194,23 @@ def or_nothing(grad: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if grad is None else grad
 
 
-def _gradients_in_torch(incoming: Tensors, arguments: Sequence[Any], needed: Sequence[bool]) -> list[Tensor]:
-    inputs: list[Any] = [
+def _in_torch(*given: Any, plain: bool = False) -> tuple[Any, ...]:
+    """The operator in torch, with results in its layout."""
+    output, denominator, scale, state = in_torch(*given, plain=plain)
+    return output.flatten(1, 2).transpose(1, 2).to(given[0].dtype), denominator, scale, state
+
+
+def gradients_in_torch(
+    function: Callable[..., Any], inputs: Sequence[Any], needed: Sequence[bool], incoming: Tensors
+) -> list[Tensor]:
+    """The gradients of `inputs` through `function`, which computes the results of an operator in torch."""
+    leaves = [
         x.detach().requires_grad_(need) if isinstance(x, Tensor) and x.is_floating_point() else x
-        for x, need in zip(arguments[:10], (True, True, True, *needed[3:]))  # as C makes them
+        for x, need in zip(inputs, needed)
     ]
     with autograd_in_operator():
-        outputs = _laid_out(inputs[0], *in_torch(*inputs, *arguments[10:]))
-    grads = gradients_of(outputs, (incoming[0], incoming[1], None, incoming[2]), inputs)
-    return [*grads[:3], *(grad.contiguous() for grad in grads[3:])]
-
-
-def _laid_out(query: Tensor, output: Tensor, denominator: Tensor, scale: Any, state: Tensor) -> tuple[Any, ...]:
-    """The results in the layout of the operator."""
-    return output.flatten(1, 2).transpose(1, 2).to(query.dtype), denominator, scale, state
+        outputs = function(*leaves)
+    return gradients_of(outputs, incoming, leaves)
 
 
 def gradients_of(outputs: Tensors, incoming: Tensors, inputs: Sequence[Any]) -> list[Tensor]:
@@ -241,10 +258,10 @@ def _differentiate_attention(
     if torch.is_grad_enabled():
 
         def plain(*leaves: Any) -> tuple[Any, ...]:
-            output, total, own_scale, state = in_torch(*leaves, *ctx.how, plain=True)
+            output, total, own_scale, state = _in_torch(*leaves, *ctx.how, plain=True)
             if own_scale is not None:  # C divides a denominator by another constant
                 total = total * (own_scale - scale).exp()
-            return _laid_out(leaves[0], output, total, own_scale, state)
+            return output, total, own_scale, state
 
         grads = gradients_with_graph(plain, inputs, (grad_output, grad_denominator, None, grad_state))
     else:
