@@ -21,7 +21,6 @@ from ..torch_kernels.delta import plain_delta
 from ..torch_kernels.implementations import needs_plain
 from .checks import check_heads, check_mask, check_needed, check_results, check_shape, check_state, without_memory
 from .cpu import (
-    FLOAT32,
     in_large_pages,
     refuse_without_library,
     run_attention,
@@ -89,8 +88,6 @@ def check_delta(
     Raises:
         ValueError: for the first invalid argument.
     """
-    if _is_usual(query, key, value, log_decay, beta, state):
-        return
     batch, heads, kv_heads = check_heads(query, key, value)
     per_token, (features, width) = (batch, kv_heads, query.shape[2]), (key.shape[3], value.shape[3])
     check_shape("query", query, (batch, heads, key.shape[2], features), like=query)
@@ -101,26 +98,6 @@ def check_delta(
             raise ValueError(f"`{name}` is {tensor.dtype}; it must be a floating-point tensor.")
     if state is not None:
         check_state("state", state, (batch, kv_heads, features, width), query, value)
-
-
-def _is_usual(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None) -> bool:
-    """Whether everything fits and is float32 on a CPU, in as few comparisons as possible: a step takes 100 us."""
-    if not query.ndim == key.ndim == value.ndim == 4 or state is None:
-        return False
-    for x in (query, key, value, log_decay, beta, state):
-        if x.dtype != torch.float32 or not x.is_cpu:
-            return False
-    (batch, heads, length, features), (_, kv_heads, _, _), width = query.shape, key.shape, value.shape[3]
-    per_token = (batch, kv_heads, length)
-    return (
-        key.shape == (*per_token, features)
-        and value.shape == (*per_token, width)
-        and log_decay.shape in (per_token, (*per_token, features))
-        and beta.shape == per_token
-        and state.shape == (batch, kv_heads, features, width)
-        and kv_heads > 0
-        and heads % kv_heads == 0
-    )
 
 
 def _delta(
@@ -252,7 +229,6 @@ def _delta_step(
     if query.shape[2] != 1:
         raise ValueError(f"Got {query.shape[2]} tokens; a step has one.")
     refuse_without_library(query, key, value)
-    refuse_without_library(state, dtypes=FLOAT32)
     given = [with_dtype(x, torch.float32).contiguous() for x in (query, key, value, log_decay, beta, state)]
     output, new_state = _fake_delta_step(query, key, value, log_decay, beta, state, erases)
     run_delta_step(*given, output, new_state, erases=erases)

@@ -360,8 +360,8 @@ def check_window(
     if places < max(length, 1):
         raise ValueError(f"Got {places} keys for {length} queries; every query needs at least one key of its own.")
     check_shape("visible", visible, (batch, places), like=query)
-    check_shape("sink_key", sink_key, (batch, kv_heads, None, key.shape[3]), like=query)
-    sinks = sink_key.shape[2]
+    sinks = sink_key.shape[2] if sink_key.ndim == 4 else 0
+    check_shape("sink_key", sink_key, (batch, kv_heads, sinks, key.shape[3]), like=query)
     check_shape("sink_value", sink_value, (batch, kv_heads, sinks, value.shape[3]), like=query)
     check_shape("seen", seen, (batch, length, sinks), like=query)
     check_shape("sink_query", sink_query, tuple(query.shape), like=query)
@@ -677,7 +677,7 @@ def check_joint(given: Given) -> int:
     """
     query, key, value, window = given.query, given.key, given.value, given.window
     batch, heads, kv_heads = check_heads(query, key, value)
-    length, rows, sinks = query.shape[2], key.shape[2], given.sink_key.shape[2] if given.sink_key.ndim == 4 else None
+    length, rows, sinks = query.shape[2], key.shape[2], given.sink_key.shape[2] if given.sink_key.ndim == 4 else 0
     if (
         window < 1
         or not length * key.numel()
@@ -690,7 +690,7 @@ def check_joint(given: Given) -> int:
         )
     check_shape("query", query, (batch, heads, length, key.shape[3]), like=query)
     check_shape("visible", given.visible, (batch, rows), like=query)
-    check_shape("sink_key", given.sink_key, (batch, kv_heads, None, key.shape[3]), like=query)
+    check_shape("sink_key", given.sink_key, (batch, kv_heads, sinks, key.shape[3]), like=query)
     check_shape("sink_value", given.sink_value, (batch, kv_heads, sinks, value.shape[3]), like=query)
     check_shape("seen", given.seen, (batch, length, sinks), like=query)
     if given.visible.dtype != torch.bool or given.seen.dtype != torch.bool:
@@ -711,7 +711,7 @@ def check_joint(given: Given) -> int:
 def _check_turn(name: str, turn: Tensor | None, rows: int, pairs: Pairs, query: Tensor) -> None:
     if turn is None:
         return
-    check_shape(name, turn, *((batch, rows, None) for batch in (1, query.shape[0])), like=query)
+    check_shape(name, turn, *((batch, rows, turn.shape[-1]) for batch in (1, query.shape[0])), like=query)
     count, (start, step, distance) = turn.shape[2] // 2, pairs
     is_apart = (step == 1 and distance >= count) or (step == 2 and distance == 1)
     last = start + (count - 1) * step + distance

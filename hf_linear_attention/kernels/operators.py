@@ -30,7 +30,6 @@ from .checks import (
     check_needed,
     check_results,
     check_shape,
-    check_step,
     without_memory,
 )
 from .cpu import (
@@ -317,9 +316,11 @@ def _attention_step(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
 ) -> tuple[Tensor, Tensor]:
     """See `torch_kernels.attention.attention_step`."""
-    check_step(query, key, value, state, log_decay, log_features)
+    function = EXP if log_features else PLAIN
+    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, function, True)
+    if query.shape[2] != 1:
+        raise ValueError(f"Got {query.shape[2]} tokens; a step has one.")
     refuse_without_library(query, key, value)
-    refuse_without_library(state, dtypes=FLOAT32)
     query, key, value = (with_dtype(x, torch.float32) for x in (query, key, value))
     output, new_state = _fake_attention_step(query, key, value, state, log_decay, log_features)
     query, key, value, state = (x.contiguous() for x in (query, key, value, state))
@@ -436,7 +437,7 @@ def check_slots(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, vis
         ValueError: for the first invalid argument.
     """
     batch, heads, kv_heads = check_heads(query, key, value)
-    check_shape("query", query, (batch, heads, None, key.shape[3]), like=query)
+    check_shape("query", query, (batch, heads, query.shape[2], key.shape[3]), like=query)
     if visible is None:
         return
     check_shape("visible", visible, *((b, h, key.shape[2]) for b in (batch, 1) for h in (kv_heads, 1)), like=query)
