@@ -25,8 +25,7 @@ from torch import Tensor
 from ..features.maps import half_squared_norm
 from ..mechanisms.base import MechanismInputs, State
 from ..mechanisms.hybrid import HybridAttention
-from ..mechanisms.window import WindowState
-from ..mechanisms.window_keys import Line
+from ..mechanisms.window import Line, WindowState
 from ..torch_kernels.attention import in_torch
 from ..torch_kernels.blocks import EMPTY_MAXIMUM, EXP, HEDGEHOG, accumulated, accumulation_dtype, with_dtype
 from ..torch_kernels.causal import gradients_with_graph

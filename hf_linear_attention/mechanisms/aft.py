@@ -26,11 +26,21 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from ..attention.segments import gather_tokens, inverse_order, real_first, without_padding
 from ..torch_kernels.attention import kernel_attention, kernel_sums
 from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulation_dtype, largest_visible, normalize
 from ..torch_kernels.implementations import is_eager
-from .base import AttentionMechanism, LayerShape, MechanismInputs, OutputParts, State, mask_chunks
+from .base import (
+    AttentionMechanism,
+    LayerShape,
+    MechanismInputs,
+    OutputParts,
+    State,
+    gather_tokens,
+    inverse_order,
+    mask_chunks,
+    real_first,
+    without_padding,
+)
 from .options import AftOptions
 
 

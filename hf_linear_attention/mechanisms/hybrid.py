@@ -48,11 +48,10 @@ from ..torch_kernels.blocks import (
 from ..torch_kernels.implementations import implemented, is_eager
 from ..torch_kernels.window import Part, joined_output, log_size
 from .base import LayerShape, MechanismInputs, State
-from .delta_rule import DeltaRule  # of the delta rule
+from .gated_delta import DeltaRule  # of the delta rule
 from .options import HybridOptions
 from .token_gates import SigmoidGate, hidden_size_of, scaled  # of the delta rule
-from .window import WindowAttention, WindowState
-from .window_keys import ORDINARY, Line
+from .window import ORDINARY, Line, WindowAttention, WindowState
 
 
 # The values of `far` with the kernel sum in the denominator of the window, and with the gated delta rule.
