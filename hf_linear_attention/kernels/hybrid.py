@@ -427,9 +427,7 @@ def check_hybrid_step(
     if function not in (EXP, HEDGEHOG) or (function == HEDGEHOG and not (key_bias is None and key_norm is None)):
         raise ValueError(f"Got `function` = {function}; it must be 2 (exp), or 3 (Hedgehog) without bias and norm.")
     if not places or not dim or not columns:
-        raise ValueError(
-            f"Got a window of {places}, keys of {dim} and weights of {columns} columns; each must be at least 1."
-        )
+        raise ValueError(f"Got a window of {places}, keys of {dim} and weights of {columns} columns; none may be 0.")
 
 
 # Pairs of columns: the first column, the step from pair to pair, and the distance within a pair.
