@@ -32,17 +32,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from .attention.transformers_internals import is_causal_lm, is_masked_lm, stock_heads
 from .extensions import EXTENSIONS, FORMAT_VERSION, PREFIX, installed_package
-from .mechanisms.options import DROPPABLE, MECHANISM_OPTIONS, NAMED_LAYERS, MechanismOptions, Option
+from .mechanisms.options import COMMON_SETTINGS, DROPPABLE, MECHANISM_OPTIONS, NAMED_LAYERS, MechanismOptions, Option
 
 
 MODELING_MODULE = "modeling_linear_attention"
 # The files that the `auto_map` of config.json names.
 CODE_FILES = ("configuration_linear_attention.py", "modeling_linear_attention.py")
 LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0\n"
-# The settings that every mechanism has, with their defaults.
-COMMON_SETTINGS: dict[str, Any] = {
-    "layers": "all", "softmax_heads": [], "drop": [], "cross_attention": False, "rotary": None,
-}  # fmt: skip
 
 
 class LinearAttentionSettings(dict):

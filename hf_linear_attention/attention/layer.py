@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..mechanisms.base import MechanismInputs
-from ..torch_kernels.implementations import is_tracing
+from ..torch_kernels.blocks import is_tracing
 from .architectures import FEATURE_ARGUMENTS
 from .cache import (
     LinearAttentionStateLayer,  # of decoders

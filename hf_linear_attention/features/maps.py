@@ -28,10 +28,11 @@ from ..torch_kernels.blocks import (
     KernelMap,
     accumulated,
     accumulation_dtype,
+    is_eager,
     with_dtype,
 )
 from ..torch_kernels.causal import ElementwiseMap
-from ..torch_kernels.implementations import implemented, is_eager
+from ..torch_kernels.implementations import implemented
 
 
 class FeatureMap(nn.Module):
@@ -145,17 +146,8 @@ def relu_plus_epsilon(x: torch.Tensor) -> torch.Tensor:
     return x.relu() + 1e-3
 
 
-def squared_relu_plus_epsilon(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2 + 1e-3: the activation of Primer 2021 as a feature map, with the constant of `relu_plus_epsilon`."""
-    return x.relu().square() + 1e-3
-
-
 def _slope_of_relu(x: torch.Tensor) -> torch.Tensor:
     return (x > 0).to(x.dtype)
-
-
-def _slope_of_squared_relu(x: torch.Tensor) -> torch.Tensor:
-    return 2 * x.relu()
 
 
 class EluFeatureMap(ElementwiseFeatureMap):
@@ -172,12 +164,6 @@ class ReluFeatureMap(ElementwiseFeatureMap):
     """phi(x) = relu(x) + 1e-3 (Performer 2020, generalised attention)."""
 
     function, slope = staticmethod(relu_plus_epsilon), staticmethod(_slope_of_relu)
-
-
-class SquaredReluFeatureMap(ElementwiseFeatureMap):
-    """phi(x) = relu(x)^2 + 1e-3."""
-
-    function, slope = staticmethod(squared_relu_plus_epsilon), staticmethod(_slope_of_squared_relu)
 
 
 class TaylorFeatureMap(FeatureMap):
@@ -393,7 +379,6 @@ def orthogonal_random_matrix(rows: int, columns: int, generator: torch.Generator
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "elu1": EluFeatureMap,
     "relu": ReluFeatureMap,
-    "squared_relu": SquaredReluFeatureMap,
     "taylor": TaylorFeatureMap,
     "exp": ExpFeatureMap,
     "hedgehog": HedgehogFeatureMap,

@@ -33,8 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..torch_kernels.blocks import EMPTY_MAXIMUM, EXP, merge_states
-from ..torch_kernels.implementations import needs_plain
+from ..torch_kernels.blocks import EMPTY_MAXIMUM, EXP, merge_states, needs_plain
 
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_kernels.blocks import accumulation_dtype, with_dtype
+from ..torch_kernels.blocks import accumulation_dtype, needs_plain, with_dtype
 from ..torch_kernels.causal import gradients_with_graph
 from ..torch_kernels.delta import plain_delta
-from ..torch_kernels.implementations import needs_plain
 from .checks import check_heads, check_mask, check_needed, check_results, check_shape, check_state, without_memory
 from .cpu import (
     in_large_pages,

@@ -27,9 +27,16 @@ from ..mechanisms.base import MechanismInputs, State
 from ..mechanisms.hybrid import HybridAttention
 from ..mechanisms.window import Line, WindowState
 from ..torch_kernels.attention import in_torch
-from ..torch_kernels.blocks import EMPTY_MAXIMUM, EXP, HEDGEHOG, accumulated, accumulation_dtype, with_dtype
+from ..torch_kernels.blocks import (
+    EMPTY_MAXIMUM,
+    EXP,
+    HEDGEHOG,
+    accumulated,
+    accumulation_dtype,
+    needs_plain,
+    with_dtype,
+)
 from ..torch_kernels.causal import gradients_with_graph
-from ..torch_kernels.implementations import needs_plain
 from ..torch_kernels.window import join, log_size, plain_window
 from .checks import check_attention, check_heads, check_needed, check_results, check_shape, without_memory
 from .cpu import (

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from ..torch_kernels.attention import in_torch
-from ..torch_kernels.blocks import EXP, HEDGEHOG, PLAIN, accumulation_dtype, with_dtype
+from ..torch_kernels.blocks import EXP, HEDGEHOG, PLAIN, accumulation_dtype, is_eager, needs_plain, with_dtype
 from ..torch_kernels.causal import gradients_with_graph
-from ..torch_kernels.implementations import is_eager, needs_plain
 from .checks import (
     check_attention,
     check_axes,

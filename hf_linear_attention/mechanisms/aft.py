@@ -27,8 +27,7 @@ from torch import nn
 from transformers import initialization as init
 
 from ..torch_kernels.attention import kernel_attention, kernel_sums
-from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulation_dtype, largest_visible, normalize
-from ..torch_kernels.implementations import is_eager
+from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulation_dtype, is_eager, largest_visible, normalize
 from .base import (
     AttentionMechanism,
     LayerShape,

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from ..torch_kernels.implementations import is_tracing, load_implementations
+from ..torch_kernels.blocks import is_tracing
+from ..torch_kernels.implementations import load_implementations
 from .options import MechanismOptions
 
 

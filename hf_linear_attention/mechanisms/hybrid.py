@@ -11,8 +11,8 @@ c_i = exp(b - a scaling |q_i|^2 / 2), with b and a learned per head: constants o
 setting `normalization` has another form, which allows comparison with LoLCATs.
 
 With `far` = `gated_delta`, the exact part has its own denominator, and a gate per token and head mixes it with the
-output of the gated delta rule over all tokens so far (delta_rule.py): o_i = (1 - m_i) exact_i + m_i delta_i, with m =
-sigmoid(w h + b) of the hidden state h. With `both`, o_i from above takes the place of exact_i. At the start m is 1/50.
+output of the gated delta rule over all tokens so far (gated_delta.py): o_i = (1 - m_i) exact_i + m_i delta_i, with m =
+sigmoid(w h + b) of the hidden state h. At the start m is 1/50.
 
 In an encoder the window extends w - 1 tokens to either side, far keys are before and after it, and the first s tokens
 are global: they also attend to every key exactly (Longformer 2020, section 3.1).
@@ -41,21 +41,20 @@ from ..torch_kernels.attention import kernel_sums, makes_features, map_attention
 from ..torch_kernels.blocks import (
     EMPTY_MAXIMUM,
     accumulated,
+    is_eager,
     normalize,
     sized_step,
     with_dtype,
 )
-from ..torch_kernels.implementations import implemented, is_eager
+from ..torch_kernels.implementations import implemented
 from ..torch_kernels.window import Part, joined_output, log_size
 from .base import LayerShape, MechanismInputs, State
 from .gated_delta import DeltaRule  # of the delta rule
-from .options import HybridOptions
+from .options import LINEAR, HybridOptions
 from .token_gates import SigmoidGate, hidden_size_of, scaled  # of the delta rule
 from .window import ORDINARY, Line, WindowAttention, WindowState
 
 
-# The values of `far` with the kernel sum in the denominator of the window, and with the gated delta rule.
-LINEAR, DELTA, BOTH = "linear", "gated_delta", "both"
 # The share of the delta rule at the start, which leaves the untrained mechanism close to the window.
 INITIAL_SHARE = 0.02
 
@@ -63,9 +62,9 @@ INITIAL_SHARE = 0.02
 class HybridAttention(HybridOptions, WindowAttention):
     """Linear attention to far keys, exact softmax to a sliding window and to sink (global) tokens, in one sum.
 
-    The state consists of that of the delta rule (`[B, Hkv, F, D]`, float32, not with `far` = `linear`), the sums S, Z
-    and m of the tokens that have left the window (`[B, Hkv, F, D + 2]`, float32, not with `far` = `gated_delta`), and
-    the state of the window. If the feature map does not see all rotary frequencies, the positions of the window are
+    The state consists of that of the delta rule (`[B, Hkv, F, D]`, float32), or with `far` = `linear` the sums S, Z
+    and m of the tokens that have left the window (`[B, Hkv, F, D + 2]`, float32), and the state of the window. If the
+    feature map does not see all rotary frequencies, the positions of the window are
     kept as well, and the rotation of the other frequencies is undone when a key leaves the window.
     """
 
@@ -75,10 +74,10 @@ class HybridAttention(HybridOptions, WindowAttention):
         self.needs_positions = self.needs_positions or self.shift is not None
         self.feature_map: Any = None
         self.decay: LearnedDecay | None = None
-        if settings["far"] != DELTA:
-            self._add_linear(settings, shape)
         self.rule: Any = None
-        if settings["far"] != LINEAR:
+        if settings["far"] == LINEAR:
+            self._add_linear(settings, shape)
+        else:
             self._add_rule(settings, shape)
         self.joins_at_once = True  # False: the operators of the parts run one by one, so that `mix` sees them
         self.uses_far = True  # False leaves window and sinks only, to measure what the far keys contribute

@@ -17,8 +17,7 @@ from ..torch_kernels.attention import (
     map_attention,
     state_after,
 )
-from ..torch_kernels.blocks import EXP, KernelMap, read_state, with_dtype
-from ..torch_kernels.implementations import is_eager
+from ..torch_kernels.blocks import EXP, KernelMap, is_eager, read_state, with_dtype
 from .base import AttentionMechanism, LayerShape, MechanismInputs, OutputParts, State, mask_chunks
 from .options import LinearOptions
 from .token_gates import TOKENS_PER_PART, faded, gates_of, with_key_exponents  # of gates

@@ -28,8 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from ..torch_kernels.blocks import accumulated, accumulation_dtype
-from ..torch_kernels.implementations import needs_plain
+from ..torch_kernels.blocks import accumulated, accumulation_dtype, needs_plain
 from ..torch_kernels.window import slot_attention
 from .base import (
     AttentionMechanism,

@@ -33,8 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..positions.rotary import RotaryShift, alibi_of
-from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulated, accumulation_dtype, shown, with_dtype
-from ..torch_kernels.implementations import is_eager, is_free
+from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulated, accumulation_dtype, is_eager, is_free, shown, with_dtype
 from ..torch_kernels.window import NearKeys, Part, SinkKeys, exact_part, join
 from .base import (
     AttentionMechanism,

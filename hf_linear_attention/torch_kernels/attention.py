@@ -24,13 +24,14 @@ from .blocks import (
     KernelMap,
     Parts,
     accumulated,
+    needs_plain,
     plain_attention,
     shown,
     torch_step,
     with_dtype,
 )
 from .causal import CausalAttention, ElementwiseMap, causal_attention, scanned_attention  # of causal layers
-from .implementations import implemented, needs_plain
+from .implementations import implemented
 
 
 # In a graph, longer inputs take one step of a loop per block: every block of its own would make the graph long.

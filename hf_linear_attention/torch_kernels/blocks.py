@@ -551,3 +551,27 @@ def _largest_drop(key: Tensor, maximum: Tensor | None, size: int) -> float:
     before = torch.maximum(blocks.take_along_dim(first, dim=3).squeeze(3), seen)
     before = torch.where((first.squeeze(3) > 0) & (seen > EMPTY_MAXIMUM / 2), seen, before)
     return (torch.maximum(largest, before) - before).max().item()
+
+
+def is_tracing() -> bool:
+    """Whether a graph is being built (torch.compile, torch.export, ONNX), in which no branch may depend on data."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def needs_plain(tensor: torch.Tensor) -> bool:
+    """Whether only plain torch operations will do: in exported graphs, under torch.func, for tensor subclasses."""
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return type(tensor) is not torch.Tensor or torch._C._functorch.maybe_current_level() is not None
+
+
+def is_eager(tensor: torch.Tensor) -> bool:
+    """Whether the computation runs immediately and on a plain tensor, so that code tuned for eager mode pays off."""
+    return not torch.compiler.is_compiling() and not needs_plain(tensor)
+
+
+def is_free(length: int) -> bool:
+    """Whether a graph is being exported in which this length is a variable, so that nothing may depend on it."""
+    return isinstance(length, torch.SymInt)

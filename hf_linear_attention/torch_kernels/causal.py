@@ -32,6 +32,7 @@ from .blocks import (
     attend_log_block,
     attend_within,
     exponentiate,
+    is_free,
     joined,
     normalize,
     pack_state,
@@ -43,7 +44,7 @@ from .blocks import (
     with_ones,
     with_padding_counted,
 )
-from .implementations import in_large_pages, is_free
+from .implementations import in_large_pages
 
 
 def causal_attention(

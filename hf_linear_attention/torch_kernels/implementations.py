@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes: the registry of faster implementations of the functions in this folder, and where we are.
+"""The registry of faster implementations of the functions in this folder.
 
 The package registers its operators, C kernels and CUDA kernels here (`hf_linear_attention.kernels`). The code in a
 checkpoint registers none, so that torch computes everything. Each function of this folder asks for its implementation
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
 
 
 # Raised whenever the name, the arguments or the result of an implementation changes.
@@ -52,27 +50,3 @@ def in_large_pages(tensor: Any) -> Any:
     """A new, large `tensor`, for which the kernels may ask the system for large pages."""
     implemented("in_large_pages", tensor)
     return tensor
-
-
-def is_tracing() -> bool:
-    """Whether a graph is being built (torch.compile, torch.export, ONNX), in which no branch may depend on data."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
-
-
-def needs_plain(tensor: torch.Tensor) -> bool:
-    """Whether only plain torch operations will do: in exported graphs, under torch.func, for tensor subclasses."""
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    return type(tensor) is not torch.Tensor or torch._C._functorch.maybe_current_level() is not None
-
-
-def is_eager(tensor: torch.Tensor) -> bool:
-    """Whether the computation runs immediately and on a plain tensor, so that code tuned for eager mode pays off."""
-    return not torch.compiler.is_compiling() and not needs_plain(tensor)
-
-
-def is_free(length: int) -> bool:
-    """Whether a graph is being exported in which this length is a variable, so that nothing may depend on it."""
-    return isinstance(length, torch.SymInt)

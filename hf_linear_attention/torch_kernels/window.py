@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .blocks import EMPTY_MAXIMUM, accumulation_dtype, joined, with_dtype, with_ones
+from .blocks import EMPTY_MAXIMUM, accumulation_dtype, is_free, joined, with_dtype, with_ones
 from .causal import incomplete
-from .implementations import implemented, is_free
+from .implementations import implemented
 
 
 Part = tuple[torch.Tensor, torch.Tensor]
