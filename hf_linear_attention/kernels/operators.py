@@ -314,7 +314,7 @@ def gradient_of_map(grad: Tensor, x: Tensor) -> Tensor:
 def _attention_step(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
 ) -> tuple[Tensor, Tensor]:
-    """See `torch_kernels.attention.attention_step`."""
+    """One new token of `torch_kernels.attention.kernel_attention`, without gradients."""
     function = EXP if log_features else PLAIN
     check_attention(query, key, value, None, log_decay, state, *(None,) * 4, function, True)
     if query.shape[2] != 1:
@@ -326,7 +326,7 @@ def _attention_step(
     if not log_features:
         if log_decay is not None:
             raise NotImplementedError(
-                "C has no step for plain features with a decay; use `torch_kernels.attention.attention_step`."
+                "C has no step for plain features with a decay; use `torch_kernels.attention.kernel_attention`."
             )
         run_plain_step(query, key, value, state, output, new_state)
         return output, new_state

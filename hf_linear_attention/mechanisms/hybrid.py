@@ -37,12 +37,13 @@ from ..positions.rotary import (
     taken_back,
     without_hidden,
 )
-from ..torch_kernels.attention import kernel_sums, makes_features, map_attention, state_after
+from ..torch_kernels.attention import makes_features, map_attention, state_after
 from ..torch_kernels.blocks import (
     EMPTY_MAXIMUM,
+    EXP,
+    KernelMap,
     accumulated,
     is_eager,
-    normalize,
     sized_step,
     with_dtype,
 )
@@ -210,14 +211,12 @@ class HybridAttention(HybridOptions, WindowAttention):
         options: dict[str, Any] = {"is_causal": True, "state": sums, "log_decay": None if decay is None else decay()}
         fuses = makes_features(query, key, value, mask, self.feature_map.num_features)
         kernel_map = self.feature_map.kernel_map(scaling) if fuses else None
+        if kernel_map is None:
+            query, key = self.feature_map.forward_queries(query, scaling), self.feature_map.forward_keys(key, scaling)
         scale: Any  # not None, because the features are given as logarithms
-        if kernel_map is not None:
-            output, denominator, scale, sums = map_attention(kernel_map, query, key, value, key_mask=mask, **options)
-            output = output.transpose(1, 2).unflatten(1, denominator.shape[1:3])
-        else:
-            features = self.feature_map.forward_queries(query, scaling), self.feature_map.forward_keys(key, scaling)
-            parts, scale, sums = kernel_sums(*features, value, log_features=True, key_mask=mask, **options)
-            output, denominator = normalize(parts), parts[..., -1:]
+        kernel_map = kernel_map or KernelMap(EXP)
+        output, denominator, scale, sums = map_attention(kernel_map, query, key, value, key_mask=mask, **options)
+        output = output.transpose(1, 2).unflatten(1, denominator.shape[1:3])
         if self.alibi is not None:  # the sums count the decay from the end of the window
             scale = scale + self.window_size * self.alibi().to(scale.dtype)[:, None, None, None]
         return [(output, log_size(denominator, scale))], sums

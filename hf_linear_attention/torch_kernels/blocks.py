@@ -170,21 +170,14 @@ def joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
 
-def torch_step(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_features: bool, log_decay: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """One new token in few operations, because at this size each operation costs more than its arithmetic.
-
-    `query [B, H, 1, F]`, `key [B, Hkv, 1, F]` and `value [B, Hkv, 1, W]` give the output `[B, H, 1, W]` and the state.
-    """
-    output, _, state = sized_step(query, key, value, state, log_features, log_decay)
-    return output, state
-
-
 def sized_step(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_features: bool, log_decay: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`torch_step` with the denominator `[B Hkv, G, 1]` (its logarithm for log features) before the state."""
+    """One new token in few operations, because at this size each operation costs more than its arithmetic.
+
+    `query [B, H, 1, F]`, `key [B, Hkv, 1, F]` and `value [B, Hkv, 1, W]` give the output `[B, H, 1, W]`, the
+    denominator `[B Hkv, G, 1]` (its logarithm for log features) and the state.
+    """
     (batch, heads, _, features), kv_heads = query.shape, key.shape[1]
     width = value.shape[-1]
     rows = with_dtype(query, state.dtype).reshape(batch * kv_heads, heads // kv_heads, features)
