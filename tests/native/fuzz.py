@@ -90,9 +90,7 @@ def features(t, options, constants):
 def step(t, options, constants):
     how = {"log_features": options["function"] == EXP, "log_decay": t.get("log_decay"), "is_causal": True}
     with torch.set_grad_enabled("is_exact" in constants):
-        output, state = kernels.kernel_attention(
-            t["query"], t["key"], t["value"], state=t["state"], is_causal=True, **how
-        )
+        output, state = kernels.kernel_attention(t["query"], t["key"], t["value"], state=t["state"], **how)
     return [output, *comparable(constants, options["function"], None, None, None, state)]
 
 
