@@ -332,29 +332,6 @@ def _call(
     return call, batch * heads
 
 
-def run_plain_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    state: torch.Tensor,
-    output: torch.Tensor,
-    new_state: torch.Tensor,
-) -> None:
-    """One token with plain features: dense `query [B, H, 1, F]`, `key [B, Hkv, 1, F]` and `value [B, Hkv, 1, W]`."""
-    (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
-    addresses = [tensor.data_ptr() for tensor in (query, key, value, state, output, new_state)]
-    library().plain_step(*addresses, batch * kv_heads, heads // kv_heads, features, width)
-
-
-def run_delta_step(*tensors: torch.Tensor, erases: bool) -> None:
-    """One token of the delta rule with dense tensors: query, key, value, log decay, beta, state, output, new state."""
-    query, key, value, log_decay = tensors[:4]
-    batch, kv_heads, _, features = key.shape
-    heads, decays = batch * kv_heads, 1 if log_decay.ndim == 3 else features
-    sizes = (heads, query.shape[1] // kv_heads, features, value.shape[3], decays, erases)
-    library().delta_step(*[tensor.data_ptr() for tensor in tensors], *sizes)
-
-
 def run_step(
     name: str,
     shape: Sequence[int],
@@ -377,11 +354,6 @@ def run_step(
     arguments = () if scaling is None else (ctypes.c_float(scaling),)
     if getattr(library(), name)(sizes, addresses, *arguments):
         raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")
-
-
-def run_elu_plus_one(x: torch.Tensor, output: torch.Tensor) -> None:
-    """elu(x) + 1 of a dense tensor, in its memory order."""
-    library().elu_plus_one(x.data_ptr(), output.data_ptr(), x.numel())
 
 
 def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,15 +21,15 @@ from ..torch_kernels.delta import plain_delta
 from .checks import check_heads, check_mask, check_needed, check_results, check_shape, check_state, without_memory
 from .cpu import (
     in_large_pages,
+    library,
     refuse_without_library,
     run_attention,
-    run_delta_step,
     takes_attention,
     takes_step,
     without_dispatcher,
 )
 from .fla import delta_on_gpu, takes_on_gpu
-from .operators import Operator, gradients_in_torch, grouped, or_nothing, register, with_rows
+from .operators import Operator, gradients_in_torch, grouped, or_nothing, register, saving, with_rows
 
 
 # The fewest columns of values that a thread computes alone, where there are fewer key/value heads than threads.
@@ -205,18 +205,12 @@ def _fake_delta_backward(grad_output: Tensor | None, grad_state: Tensor | None, 
     ]
 
 
-def _save_delta(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    ctx.erases = inputs[6]
-    ctx.save_for_backward(*inputs[:6])
-    ctx.set_materialize_grads(False)
-
-
 def _differentiate_delta(ctx: Any, grad_output: Tensor | None, grad_state: Tensor | None) -> tuple[Tensor | None, ...]:
     inputs, needed = ctx.saved_tensors, [bool(need) for need in ctx.needs_input_grad[:6]]
     if torch.is_grad_enabled():
         incoming = (grad_output, grad_state)
-        return *gradients_with_graph(lambda *x: _dense(plain_delta(*x, ctx.erases)), inputs, incoming), None
-    grads = OPERATORS.gated_delta_backward(grad_output, grad_state, *inputs, ctx.erases, needed)
+        return *gradients_with_graph(lambda *x: _dense(plain_delta(*x, *ctx.how)), inputs, incoming), None
+    grads = OPERATORS.gated_delta_backward(grad_output, grad_state, *inputs, *ctx.how, needed)
     return *(grad if need and x is not None else None for grad, need, x in zip(grads, needed, inputs)), None
 
 
@@ -230,7 +224,9 @@ def _delta_step(
     refuse_without_library(query, key, value)
     given = [with_dtype(x, torch.float32).contiguous() for x in (query, key, value, log_decay, beta, state)]
     output, new_state = _fake_delta_step(query, key, value, log_decay, beta, state, erases)
-    run_delta_step(*given, output, new_state, erases=erases)
+    (batch, kv_heads, _, features), heads = key.shape, query.shape[1]
+    sizes = (batch * kv_heads, heads // kv_heads, features, value.shape[3], 1 if log_decay.ndim == 3 else features)
+    library().delta_step(*(x.data_ptr() for x in (*given, output, new_state)), *sizes, erases)
     return output, new_state
 
 
@@ -241,7 +237,7 @@ def _fake_delta_step(
 
 
 OPERATORS_OF_DELTA = {
-    "gated_delta": Operator(f"({DELTA}) -> (Tensor, Tensor)", _delta, _fake_delta, _differentiate_delta, _save_delta),
+    "gated_delta": Operator(f"({DELTA}) -> (Tensor, Tensor)", _delta, _fake_delta, _differentiate_delta, saving(6)),
     "gated_delta_backward": Operator(
         f"(Tensor? grad_output, Tensor? grad_state, {DELTA}, bool[] needed) -> Tensor[]",
         _delta_backward,

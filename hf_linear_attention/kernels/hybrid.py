@@ -60,6 +60,7 @@ from .operators import (
     grouped,
     or_nothing,
     register,
+    saving,
     with_rows,
 )
 
@@ -217,21 +218,14 @@ def _fake_window_backward(grad_output: Tensor | None, grad_size: Tensor | None, 
     return [*grads, query.new_empty(0) if sink_query is None else sink_query.new_empty(sink_query.shape)]
 
 
-def _save_window(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    ctx.scaling = inputs[8]
-    ctx.save_for_backward(*inputs[:8], output[0], output[1])
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-
-
 def _differentiate_window(
     ctx: Any, grad_output: Tensor | None, grad_size: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
     *inputs, output, size = ctx.saved_tensors
     if torch.is_grad_enabled():
         incoming = (grad_output, grad_size, None)
-        return *gradients_with_graph(lambda *x: _window_in_torch(*x, ctx.scaling), inputs, incoming), None
-    found = OPERATORS.window_attention_backward(grad_output, grad_size, *inputs, ctx.scaling, output, size)
+        return *gradients_with_graph(lambda *x: _window_in_torch(*x, *ctx.how), inputs, incoming), None
+    found = OPERATORS.window_attention_backward(grad_output, grad_size, *inputs, *ctx.how, output, size)
     query, key, value, sink_key, sink_value, sink_query = found
     grads = (query, key, value, None, sink_key, sink_value, None, sink_query if inputs[7] is not None else None)
     return *grads, None
@@ -666,13 +660,6 @@ def _fake_joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, 
     return [or_nothing(x, given.query) for x in (*dense, *others)]
 
 
-def _save_joint(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    ctx.how = inputs[TENSORS:]
-    ctx.save_for_backward(*inputs[:TENSORS], *output[:3])
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1], output[2])
-
-
 def check_joint(given: Given) -> int:
     """Check the arguments of the operator and return F, the number of features.
 
@@ -819,7 +806,11 @@ def _turned(turn: Tensor | None, pairs: Pairs) -> tuple[int, ...]:
 
 OPERATORS_OF_HYBRID = {
     "window_attention": Operator(
-        f"({WINDOW}) -> (Tensor, Tensor, Tensor)", _window, _fake_window, _differentiate_window, _save_window
+        f"({WINDOW}) -> (Tensor, Tensor, Tensor)",
+        _window,
+        _fake_window,
+        _differentiate_window,
+        saving(8, outputs=2, constants=[2]),
     ),
     "window_attention_backward": Operator(
         f"(Tensor? grad_output, Tensor? grad_log_size, {WINDOW}, Tensor output, Tensor log_size) -> Tensor[]",
@@ -829,7 +820,11 @@ OPERATORS_OF_HYBRID = {
     "hybrid_step": Operator(f"({STEP.format('Tensor[]')}) -> Tensor[]", _hybrid_step, _fake_hybrid_step),
     "hybrid_step_": Operator(f"({STEP.format('Tensor(a!)[]')}) -> Tensor", _hybrid_step_, _fake_hybrid_step_),
     "joint_attention": Operator(
-        f"({JOINT}) -> (Tensor, Tensor, Tensor, Tensor)", _joint, _fake_joint, _differentiate_joint, _save_joint
+        f"({JOINT}) -> (Tensor, Tensor, Tensor, Tensor)",
+        _joint,
+        _fake_joint,
+        _differentiate_joint,
+        saving(TENSORS, outputs=3, constants=[1, 2]),
     ),
     "joint_attention_backward": Operator(
         f"(Tensor? grad_output, Tensor? grad_state, {JOINT}, Tensor output, Tensor log_size, Tensor denominator, "

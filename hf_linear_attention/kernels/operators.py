@@ -36,10 +36,9 @@ from .cpu import (
     attend,
     differentiate,
     in_large_pages,
+    library,
     refuse_without_library,
     run_attention,
-    run_elu_plus_one,
-    run_plain_step,
     run_step,
     takes,
     takes_attention,
@@ -86,6 +85,22 @@ def register(operators: Mapping[str, Operator]) -> Any:
                 options: dict[str, Any] = {"setup_context": operator.save, "lib": library}
                 torch.library.register_autograd(f"{NAMESPACE}::{name}", operator.differentiate, **options)
     return registered
+
+
+def saving(tensors: int, outputs: int = 0, constants: Sequence[int] = ()) -> Callable[..., None]:
+    """What an operator keeps for its gradient: its first arguments, which are tensors, and the first of its results.
+
+    Args:
+        constants: the places of the results that have no gradient. The other arguments become `ctx.how`.
+    """
+
+    def save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+        ctx.how = inputs[tensors:]
+        ctx.save_for_backward(*inputs[:tensors], *output[:outputs])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(output[place] for place in constants))
+
+    return save
 
 
 def is_bare_hedgehog(function: int, key_weight: Tensor | None) -> bool:
@@ -242,13 +257,6 @@ def autograd_in_operator() -> Iterator[None]:
         yield
 
 
-def _save_attention(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    ctx.how = inputs[10:]
-    ctx.save_for_backward(*inputs[:10], *output[:3])
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-
-
 def _differentiate_attention(
     ctx: Any, grad_output: Tensor | None, grad_denominator: Tensor | None, _: Any, grad_state: Tensor | None
 ) -> tuple[Tensor | None, ...]:
@@ -323,14 +331,15 @@ def _attention_step(
     query, key, value = (with_dtype(x, torch.float32) for x in (query, key, value))
     output, new_state = _fake_attention_step(query, key, value, state, log_decay, log_features)
     query, key, value, state = (x.contiguous() for x in (query, key, value, state))
+    (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
     if not log_features:
         if log_decay is not None:
             raise NotImplementedError(
                 "C has no step for plain features with a decay; use `torch_kernels.attention.kernel_attention`."
             )
-        run_plain_step(query, key, value, state, output, new_state)
+        addresses = [x.data_ptr() for x in (query, key, value, state, output, new_state)]
+        library().plain_step(*addresses, batch * kv_heads, heads // kv_heads, features, width)
         return output, new_state
-    (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
     size = query.new_empty(batch, heads)
     log_decay = None if log_decay is None else log_decay.float().contiguous()
     shape = (batch, kv_heads, heads // kv_heads, 0, 0, 0, features, width, EXP, 4, 4, 4)
@@ -357,7 +366,7 @@ def _elu_plus_one(x: Tensor) -> Tensor:
     if not (x.is_contiguous() or x.transpose(1, -2).is_contiguous()):
         x = x.contiguous()
     output = torch.empty_like(x)
-    run_elu_plus_one(x, output)
+    library().elu_plus_one(x.data_ptr(), output.data_ptr(), x.numel())
     return output
 
 
@@ -479,7 +488,7 @@ OPERATORS_OF_ATTENTION = {
         _attention,
         _fake_attention,
         _differentiate_attention,
-        _save_attention,
+        saving(10, outputs=3, constants=[2]),
     ),
     "attention_backward": Operator(
         f"(Tensor? grad_output, Tensor? grad_denominator, Tensor? grad_state, {ATTENTION}, Tensor output, "
