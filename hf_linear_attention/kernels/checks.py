@@ -156,7 +156,7 @@ def check_results(query: Tensor, made: Sequence[Tensor | None], **results: Tenso
     """Check results of a forward pass, or their gradients, each by the tensor of `made` in its place.
 
     Args:
-        made: tensors with the shape and dtype of the result, on any device.
+        made: tensors with the shape and dtype of the result, on any device (on `meta` they take no memory).
 
     Raises:
         ValueError: for the first tensor of another shape or dtype.
@@ -177,8 +177,3 @@ def check_needed(needed: Sequence[bool], count: int) -> None:
     """
     if len(needed) != count:
         raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the {count} tensors.")
-
-
-def without_memory(*tensors: Tensor) -> list[Tensor]:
-    """Tensors of the same shapes and dtypes on the meta device."""
-    return [x.to("meta") for x in tensors]

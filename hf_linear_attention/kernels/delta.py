@@ -18,7 +18,7 @@ from torch import Tensor
 from ..torch_kernels.blocks import accumulation_dtype, needs_plain, with_dtype
 from ..torch_kernels.causal import gradients_with_graph
 from ..torch_kernels.delta import plain_delta
-from .checks import check_heads, check_mask, check_needed, check_results, check_shape, check_state, without_memory
+from .checks import check_heads, check_mask, check_needed, check_results, check_shape, check_state
 from .cpu import (
     in_large_pages,
     library,
@@ -167,7 +167,7 @@ def _delta_backward(grad_output: Tensor | None, grad_state: Tensor | None, *give
     *inputs, erases, needed = given
     query, key, value, log_decay, beta, state = inputs
     check_delta(query, key, value, log_decay, beta, state)
-    made = _new_results(*without_memory(query, key, value))
+    made = _new_results(query.to("meta"), key.to("meta"), value.to("meta"))
     check_results(query, made, grad_output=grad_output, grad_state=grad_state)
     check_needed(needed, 6)
     if not takes_delta(query, key, value):

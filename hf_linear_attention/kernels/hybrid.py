@@ -38,7 +38,7 @@ from ..torch_kernels.blocks import (
 )
 from ..torch_kernels.causal import gradients_with_graph
 from ..torch_kernels.window import join, log_size, plain_window
-from .checks import check_attention, check_heads, check_needed, check_results, check_shape, without_memory
+from .checks import check_attention, check_heads, check_needed, check_results, check_shape
 from .cpu import (
     attend,
     differentiate,
@@ -188,7 +188,7 @@ def _window_backward(grad_output: Tensor | None, grad_size: Tensor | None, *give
     *inputs, scaling, output, size = given
     width = check_window(*inputs)
     query, key, value, visible, sink_key, sink_value, _, sink_query = inputs
-    made = _new_window_outputs(*without_memory(query, key, value))[:2]
+    made = _new_window_outputs(query.to("meta"), key.to("meta"), value.to("meta"))[:2]
     check_results(query, (*made, *made), grad_output=grad_output, grad_log_size=grad_size, output=output, log_size=size)
     if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
         grads = gradients_in_torch(
@@ -590,10 +590,10 @@ def _joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *argu
     *tensors, output, size, total, needed = arguments
     given = Given(*tensors)
     features = check_joint(given)
-    small = dict(zip(("query", "key", "value"), without_memory(*given[:3])))
-    of_output, of_size, _, of_state = _new_results(given._replace(**small), features)
+    query, key, value = (x.to("meta") for x in given[:3])
+    like_output, like_size, _, like_state = _new_results(given._replace(query=query, key=key, value=value), features)
     computed = {"output": output, "log_size": size, "denominator": total}
-    expected = (of_output, of_state, of_output, of_size, of_size)
+    expected = (like_output, like_state, like_output, like_size, like_size)
     check_results(given.query, expected, grad_output=grad_output, grad_state=grad_state, **computed)
     for name, x in computed.items():
         if not x.is_contiguous():

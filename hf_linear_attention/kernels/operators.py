@@ -29,7 +29,6 @@ from .checks import (
     check_needed,
     check_results,
     check_shape,
-    without_memory,
 )
 from .cpu import (
     FLOAT32,
@@ -158,14 +157,14 @@ def _attention_backward(
     inputs = arguments[:10]
     query, key, value, key_mask, log_decay, _, *affine = inputs
     features = check_attention(*arguments)
-    made = _new_outputs(*without_memory(query, key, value), features, arguments[10])
+    likes = _new_outputs(query.to("meta"), key.to("meta"), value.to("meta"), features, arguments[10])
     results = {"grad_output": grad_output, "grad_denominator": grad_denominator, "grad_state": grad_state}
-    check_results(query, (*made[:2], made[3], *made[:2]), **results, output=output, denominator=denominator)
+    check_results(query, (*likes[:2], likes[3], *likes[:2]), **results, output=output, denominator=denominator)
     check_needed(needed, 10)
     if not takes_attention(query, key, value, key_mask, features) or is_bare_hedgehog(arguments[10], affine[0]):
         wanted = (True, True, True, *needed[3:])  # as C makes them
-        incoming = (grad_output, grad_denominator, None, grad_state)
-        grads = gradients_in_torch(lambda *x: _in_torch(*x, *arguments[10:]), inputs, wanted, incoming)
+        given_grads = (grad_output, grad_denominator, None, grad_state)
+        grads = gradients_in_torch(lambda *x: _in_torch(*x, *arguments[10:]), inputs, wanted, given_grads)
         return [*grads[:3], *(grad.contiguous() for grad in grads[3:])]
     kv_heads = key.shape[1]
     described = arguments_of_map(inputs, kv_heads)

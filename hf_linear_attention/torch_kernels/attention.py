@@ -75,8 +75,8 @@ def map_attention(
     found = implemented("attention", *given)
     if found is None:
         is_plain = needs_plain(value) or torch.compiler.is_compiling()
-        output, *others = in_torch(*given, plain=is_plain)
-        return with_dtype(output.flatten(1, 2).transpose(1, 2), query.dtype), *others
+        output, denominator, scale, state = in_torch(*given, plain=is_plain)
+        return with_dtype(output.flatten(1, 2).transpose(1, 2), query.dtype), denominator, scale, state
     output, denominator, scale, state = found
     return output, denominator, scale if feature_map.log_features else None, state
 
