@@ -55,12 +55,13 @@ from .operators import (
     Operator,
     arguments_of_map,
     gradient_like,
-    gradient_of_map,
     gradients_in_torch,
     grouped,
+    memory_per_head,
     or_nothing,
     register,
     saving,
+    shared_gradients,
     with_rows,
 )
 
@@ -156,7 +157,7 @@ def _window(
     output, size, largest = _new_window_outputs(*given)
     arguments = _window_arguments(scaling, *given)
     results = (grouped(in_large_pages(output).transpose(1, 2), key.shape[1]), size, largest)
-    run_attention("window_forward", (width, sink_key.shape[2], True), (*arguments, *results))
+    run_attention("window_forward", (width, sink_key.shape[2], True), (*arguments, None, None, *results))
     return output, size, largest
 
 
@@ -207,7 +208,9 @@ def _window_backward(grad_output: Tensor | None, grad_size: Tensor | None, *give
     arguments = _window_arguments(scaling, *inputs)
     results = (grouped(output.transpose(1, 2), kv_heads), size, None)
     incoming = (grad_output, None if grad_size is None else grad_size.contiguous())
-    run_attention("window_backward", (width, sink_key.shape[2], True), (*arguments, *results, *incoming, *computed))
+    run_attention(
+        "window_backward", (width, sink_key.shape[2], True), (*arguments, None, None, *results, *incoming, *computed)
+    )
     return [*grads, or_nothing(grad_sink_query, query)]
 
 
@@ -241,28 +244,17 @@ def _window_arguments(
     sink_value: Tensor,
     seen: Tensor,
     sink_query: Tensor | None,
+    sink_turn: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """The arguments of the C kernel, with five axes each."""
+    """The arguments of the C kernel for window and sinks, up to the angles of the sinks, with five axes each."""
     kv_heads = key.shape[1]
     scale = query.new_full((1,) * 5, scaling, dtype=torch.float32)
     numbers = (visible[:, None, None, :, None], seen[:, None, None], scale)
     visible, seen, scale = (with_rows(x).expand(query.shape[0], kv_heads, -1, -1, -1) for x in numbers)
-    key, value, sink_key, sink_value = (with_rows(x).unsqueeze(2) for x in (key, value, sink_key, sink_value))
+    keys = [with_rows(x).unsqueeze(2) for x in (key, value, sink_key, sink_value)]
     sink_query = None if sink_query is None else grouped(with_rows(sink_query), kv_heads)
-    return [
-        grouped(with_rows(query), kv_heads),
-        key,
-        value,
-        visible,
-        sink_key,
-        sink_value,
-        seen,
-        sink_query,
-        scale,
-        None,
-        None,
-        None,
-    ]
+    turn = _table(sink_turn, query, kv_heads)
+    return [grouped(with_rows(query), kv_heads), *keys[:2], visible, *keys[2:], seen, sink_query, scale, turn]
 
 
 def _hybrid_step(*given: Any) -> list[Tensor]:
@@ -354,11 +346,11 @@ def check_window(
     Raises:
         ValueError: for the first invalid argument.
     """
-    batch, heads, kv_heads = check_heads(query, key, value)
+    batch, _, kv_heads = check_heads(query, key, value)
     length, places = query.shape[2], key.shape[2]
-    check_shape("query", query, (batch, heads, length, key.shape[3]), like=query)
     if places < max(length, 1):
         raise ValueError(f"Got {places} keys for {length} queries; every query needs at least one key of its own.")
+    check_shape("query", query, (*query.shape[:3], key.shape[3]), like=query)
     check_shape("visible", visible, (batch, places), like=query)
     sinks = sink_key.shape[2] if sink_key.ndim == 4 else 0
     check_shape("sink_key", sink_key, (batch, kv_heads, sinks, key.shape[3]), like=query)
@@ -568,7 +560,7 @@ def _joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     else:
         state.zero_()
         state[..., -1] = EMPTY_MAXIMUM
-    near = (*_near_arguments(given), total, scale, rows, size, None)
+    near = (*_window_arguments(given.scaling, *given[:7], None, given.sink_turn), total, scale, rows, size, None)
     how = (given.window, given.sink_key.shape[2], True)
     run_attention("window_forward", how, near, turned=_turned(given.sink_turn, given.sink_pairs))
     return output, size, total, state
@@ -615,33 +607,23 @@ def _joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *argu
         described = _far_arguments(given)
         # Of decay, key map, query map and state, per batch member and head.
         wanted = [needed[10], *needed[12:18], needed[11]]
-        maps = [
-            torch.empty(x.shape, dtype=torch.float32, device="cpu") if need and x is not None else None
-            for need, x in zip(wanted, described[4:12])
-        ]
+        maps = memory_per_head(described[4:12], wanted)
         parts = (made[0][:, :, :, first:], *(grad[:, :, :, :num_far] for grad in made[1:]))
         incoming = None if grad_rows is None else grad_rows[:, :, :, first:]
         results = (rows[:, :, :, first:], total[:, :, :, first:], None, None)
         of_state = None if grad_state is None else grad_state.contiguous().unsqueeze(2)
         far = (*described, *results, incoming, None, of_state, *parts, *maps)
         differentiate((features, given.function, True), far, _turned(given.query_turn, given.pairs))
-    near = (*_near_arguments(given), total, None, rows, size, None, grad_rows, None, *made)
+    described = _window_arguments(given.scaling, *given[:7], None, given.sink_turn)
+    near = (*described, total, None, rows, size, None, grad_rows, None, *made)
     how = (given.window, given.sink_key.shape[2], True)
     sinks = (*(grad.unsqueeze(2) for grad in sink_grads), None)
     run_attention("window_backward", how, (*near, *sinks), turned=_turned(given.sink_turn, given.sink_pairs))
-    return [or_nothing(x, given.query) for x in (*grads, *sink_grads, *_shared_gradients(given, maps))]
-
-
-def _shared_gradients(given: Given, maps: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of the tensors from `log_decay` on, from those per batch member and head."""
-    decay, *affine, first_state = maps
-    decay = None if decay is None or given.log_decay is None else decay.sum(0).flatten().to(given.log_decay.dtype)
-    like = (given.key_weight, given.key_bias, given.key_norm, given.query_weight)
-    found = [None if x is None or y is None else gradient_of_map(x, y) for x, y in zip(affine, like)]
-    scale, norm = (None if x is None else x.flatten(1).sum(0) for x in affine[4:])
+    scale, norm = (None if x is None else x.flatten(1).sum(0) for x in maps[5:7])
     norm = None if norm is None else (norm * given.scaling).to(given.norm_weight.dtype)
     scale = None if scale is None else scale.to(given.log_scale.dtype)
-    return [decay, None if first_state is None else first_state.squeeze(2), *found, scale, norm]
+    shared = shared_gradients(maps, given.log_decay, given[12:16])
+    return [or_nothing(x, given.query) for x in (*grads, *sink_grads, *shared, scale, norm)]
 
 
 def _fake_joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *arguments: Any) -> list[Tensor]:
@@ -666,9 +648,9 @@ def check_joint(given: Given) -> int:
     Raises:
         ValueError: for the first invalid argument.
     """
-    query, key, value, window = given.query, given.key, given.value, given.window
-    batch, heads, kv_heads = check_heads(query, key, value)
-    length, rows, sinks = query.shape[2], key.shape[2], given.sink_key.shape[2] if given.sink_key.ndim == 4 else 0
+    query, key, window = given.query, given.key, given.window
+    check_window(*given[:7], None)
+    heads, length, rows = query.shape[1], query.shape[2], key.shape[2]
     if (
         window < 1
         or not length * key.numel()
@@ -679,13 +661,6 @@ def check_joint(given: Given) -> int:
             f"Got {length} queries, {rows} keys, a window of {window}, {'no' if given.state is None else 'a'} state; "
             "there must be a key for every query, and with a state `window` keys before them."
         )
-    check_shape("query", query, (batch, heads, length, key.shape[3]), like=query)
-    check_shape("visible", given.visible, (batch, rows), like=query)
-    check_shape("sink_key", given.sink_key, (batch, kv_heads, sinks, key.shape[3]), like=query)
-    check_shape("sink_value", given.sink_value, (batch, kv_heads, sinks, value.shape[3]), like=query)
-    check_shape("seen", given.seen, (batch, length, sinks), like=query)
-    if given.visible.dtype != torch.bool or given.seen.dtype != torch.bool:
-        raise ValueError(f"`visible` and `seen` are {given.visible.dtype} and {given.seen.dtype}; both must be bool.")
     for name, x in (("log_scale", given.log_scale), ("norm_weight", given.norm_weight)):
         check_shape(name, x, (heads,), like=query)
     if given.function < EXP:
@@ -782,17 +757,6 @@ def _far_arguments(given: Given) -> list[Tensor | None]:
     if query_turn is not None and key_turn is not None:
         query_turn, key_turn = query_turn[:, :, :, first:], key_turn[:, :, :, :num_far]
     return [*found[:-2], query_turn, key_turn]
-
-
-def _near_arguments(given: Given) -> list[Tensor | None]:
-    """The arguments of the C kernel for the window and the sinks, up to the angles of the sinks."""
-    query, kv_heads = given.query, given.key.shape[1]
-    numbers = given.visible[:, None, None, :, None], given.seen[:, None, None], query.new_full((1,) * 5, given.scaling,
-        dtype=torch.float32)  # fmt: skip
-    visible, seen, scaling = (with_rows(x).expand(query.shape[0], kv_heads, -1, -1, -1) for x in numbers)
-    key, value, *sinks = (with_rows(x).unsqueeze(2) for x in (given.key, given.value, given.sink_key, given.sink_value))
-    turn = _table(given.sink_turn, query, kv_heads)
-    return [grouped(with_rows(query), kv_heads), key, value, visible, *sinks, seen, None, scaling, turn]
 
 
 def _table(turn: Tensor | None, query: Tensor, kv_heads: int) -> Tensor | None:

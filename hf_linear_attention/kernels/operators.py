@@ -173,10 +173,7 @@ def _attention_backward(
     made = [grouped(grads[0], kv_heads), *(grad.unsqueeze(2) for grad in grads[1:])]
     # It computes these per batch member and head.
     wanted = (needed[4], *needed[6:10], False, False, needed[5])
-    others = [
-        torch.empty(argument.shape, dtype=torch.float32, device="cpu") if need and argument is not None else None
-        for argument, need in zip(described[4:], wanted)
-    ]
+    others = memory_per_head(described[4:], wanted)
     grad_output = None if grad_output is None else with_rows(grad_output).transpose(1, 2)
     incoming = (
         None if grad_output is None else grouped(grad_output, kv_heads),
@@ -185,11 +182,23 @@ def _attention_backward(
     )
     computed = (grouped(output.transpose(1, 2), kv_heads), denominator, None, None)
     differentiate((features, *given[10:12]), (*described, *computed, *incoming, *made, *others))
-    grad_decay, *grad_affine, _, _, grad_first = others
-    grad_affine = [None if grad is None else gradient_of_map(grad, x) for grad, x in zip(grad_affine, affine)]
-    grad_decay = None if grad_decay is None else grad_decay.sum(0).reshape(log_decay.shape).to(log_decay.dtype)
-    grad_first = None if grad_first is None else grad_first.squeeze(2)
-    return [or_nothing(grad, query) for grad in (*grads, None, grad_decay, grad_first, *grad_affine)]
+    return [or_nothing(grad, query) for grad in (*grads, None, *shared_gradients(others, log_decay, affine))]
+
+
+def memory_per_head(arguments: Tensors, needed: Sequence[bool]) -> list[Tensor | None]:
+    """Memory for gradients that C computes per batch member and head; None for those that are not needed."""
+    return [
+        torch.empty(x.shape, dtype=torch.float32, device="cpu") if need and x is not None else None
+        for x, need in zip(arguments, needed)
+    ]
+
+
+def shared_gradients(grads: Tensors, log_decay: Tensor | None, affine: Tensors) -> list[Tensor | None]:
+    """The gradients of the decay, the state and the feature map, from those per batch member and head."""
+    decay, first_state = grads[0], grads[-1]
+    decay = None if decay is None or log_decay is None else decay.sum(0).flatten().to(log_decay.dtype)
+    maps = [None if x is None or y is None else gradient_of_map(x, y) for x, y in zip(grads[1:], affine)]
+    return [decay, None if first_state is None else first_state.squeeze(2), *maps]
 
 
 def _fake_attention_backward(
