@@ -24,7 +24,7 @@ Axes: B batch, H query heads, Hkv key/value heads, N length, D head dimension, s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -66,19 +66,15 @@ class Line(NamedTuple):
     kind: Tensor
     position: Tensor | None  # None if the mechanism keeps no positions
 
-    def aligned_right(self) -> Line:
-        """The line with its real tokens moved to the right end, so that the last w of them are the window."""
-        place = real_first(self.kind == EMPTY)
-        position = None if self.position is None else self.position.gather(1, place)
-        return Line(
-            gather_tokens(self.key, place), gather_tokens(self.value, place), self.kind.gather(1, place), position
-        )
+    def map(self, function: Callable[[Tensor, int], Tensor]) -> Line:
+        """`function(tensor, axis of the slots)` of each tensor."""
+        key, value, kind, position = self
+        position = None if position is None else function(position, 1)
+        return Line(function(key, 2), function(value, 2), function(kind, 1), position)
 
     def padded(self, left: int, right: int) -> Line:
         """The line with empty slots at both ends."""
-        key, value = (F.pad(x, (0, 0, left, right)) for x in (self.key, self.value))
-        position = None if self.position is None else F.pad(self.position, (left, right))
-        return Line(key, value, F.pad(self.kind, (left, right), value=EMPTY), position)
+        return self.map(lambda x, axis: F.pad(x, (0, 0) * (axis - 1) + (left, right)))  # EMPTY is 0
 
     def followed_by(self, new: Line, is_padded: bool) -> Line:
         """The line with `new` behind it; its real tokens are at the right end even if `new` begins with padding."""
@@ -87,26 +83,24 @@ class Line(NamedTuple):
             position = torch.cat((self.position, new.position), dim=1)
         key, value = (torch.cat(pair, dim=2) for pair in zip(self[:2], new[:2]))
         line = Line(key, value, torch.cat((self.kind, new.kind), dim=1), position)
-        return line.aligned_right() if is_padded else line
+        if not is_padded:
+            return line
+        place = real_first(line.kind == EMPTY)  # so that the last w tokens are the window
+        return line.map(lambda x, axis: gather_tokens(x, place) if axis == 2 else x.gather(1, place))
 
     def last(self, length: int) -> Line:
         """A copy of the last `length` slots, which does not keep the others alive; missing ones are empty."""
-        if not is_free(self.kind.shape[1]):
-            line = self.padded(length - self.kind.shape[1], 0)
-            return line._replace(key=line.key.contiguous(), value=line.value.contiguous())
-        key, value, kind, position = self.padded(length, 0)._part(slice(-length, None))
-        key, value = (x.clone(memory_format=torch.contiguous_format) for x in (key, value))
-        return Line(key, value, kind.clone(), None if position is None else position.clone())
+        if is_free(self.kind.shape[1]):
+            line = self.padded(length, 0).at(slice(-length, None))
+            return line.map(lambda x, _: x.clone(memory_format=torch.contiguous_format))
+        line = self.padded(length - self.kind.shape[1], 0)
+        return line._replace(key=line.key.contiguous(), value=line.value.contiguous())
 
-    def first(self, length: int) -> Line:
-        """The first `length` slots."""
-        return self._part(slice(length))
+    def at(self, places: slice) -> Line:
+        """The slots `places`."""
+        return self.map(lambda x, axis: x[:, places] if axis == 1 else x[:, :, places])
 
-    def _part(self, places: slice) -> Line:
-        position = None if self.position is None else self.position[:, places]
-        return Line(self.key[:, :, places], self.value[:, :, places], self.kind[:, places], position)
-
-    def far_and_near(self, width: int, length: int) -> tuple[Line, Line]:
+    def far_and_near(self, width: int, length: int) -> tuple[Line, ...]:
         """For the last `length` slots, those `width` slots behind each, and those from there up to each one itself."""
         before = self.kind.shape[1] - length
         if not before and not is_eager(self.key) and not is_free(length):  # in a graph, this takes fewer nodes
@@ -114,18 +108,14 @@ class Line(NamedTuple):
             return self.padded(leaving, -leaving), self.padded(width - 1, 0)
         return (self if before else self.padded(width, 0)).ranges(length, slice(1, None))
 
-    def ranges(self, length: int, places: slice) -> tuple[Line, Line]:
+    def ranges(self, length: int, places: slice) -> tuple[Line, ...]:
         """The first `length` slots, and the slots `places`."""
         key, value = (_ranges(x, length, places) for x in (self.key, self.value))
-        first, other = (
-            self._part(part)._replace(key=k, value=v) for part, k, v in zip((slice(length), places), key, value)
-        )
-        return first, other
+        return tuple(self.at(part)._replace(key=k, value=v) for part, k, v in zip((slice(length), places), key, value))
 
     def flipped(self) -> Line:
         """The line in the opposite order."""
-        position = None if self.position is None else self.position.flip(1)
-        return Line(self.key.flip(2), self.value.flip(2), self.kind.flip(1), position)
+        return self.map(lambda x, axis: x.flip(axis))
 
 
 def _ranges(x: Tensor, length: int, places: slice) -> tuple[Tensor, Tensor]:
@@ -287,9 +277,10 @@ class WindowAttention(WindowOptions, AttentionMechanism):
 
     def _slots(self, inputs: MechanismInputs, old: WindowState | None) -> Slots:
         """What the queries see and the state keeps of these tokens and those before them."""
-        mask, length = inputs.key_mask, inputs.key.shape[2]
+        length = inputs.key.shape[2]
         if inputs.attention_mask is None and old is None and not is_free(length):
             return self._slots_of_whole_input(inputs)
+        mask = inputs.key_mask
         first: Any  # the place of the first token of each token's sequence, before the new tokens if negative
         if inputs.is_packed:
             position, first = within_sequences(cast(Tensor, inputs.attention_mask))
@@ -615,7 +606,7 @@ def _attend_chunk(
     line = tokens.line(chunk.start - w, chunk.stop + w, mechanism.keeps_positions)
     to_far, to_near = line.ranges(length, slice(1, length + 2 * w - 1))
     behind, before = mechanism.parts_behind(inputs, to_far, to_far.kind == ORDINARY, before)
-    later = line.flipped().first(length)
+    later = line.flipped().at(slice(length))
     ahead, _ = mechanism.parts_behind(flipped(inputs), later, later.kind == ORDINARY, after)
     behind = [*behind, *((output.flip(3), size.flip(3)) for output, size in ahead)]
     if excess is not None:

@@ -133,7 +133,11 @@ def plain_attention(
     if not key.shape[2] and is_causal:
         return _nothing(query, values, sums, maximum, log_features)
     if not is_causal:
-        output, scale, sums, maximum = attend_block(query, key, values, mask, sums, maximum, log_features, False)
+        scale = None
+        if log_features:
+            query, scale, key, sums, maximum = exponentiate(query, key, mask, sums, maximum)
+        sums = _add(sums, (key if mask is None else key * mask).transpose(-1, -2) @ values)
+        output = (query.flatten(2, 3) @ sums).unflatten(2, query.shape[2:4])
         return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
     within: Any = (None, None)
     if log_features:
@@ -148,7 +152,7 @@ def plain_attention(
         if log_features:
             output, scale, sums, maximum = attend_log_block(q, k, v, m, (own, size), sums, maximum, same, decay)
         else:
-            output, scale, sums, maximum = attend_block(q, k, v, m, sums, maximum, False, True, same, decay)
+            scale, (output, sums) = None, attend_block(q, k, v, m, sums, same, decay)
         blocks.append((output, scale))
     output = joined([part for part, _ in blocks])
     scale = joined([part for _, part in blocks]) if log_features else None
@@ -276,22 +280,16 @@ def attend_block(
     values: Tensor,
     mask: Tensor | None,
     sums: Tensor | None,
-    maximum: Tensor | None,
-    log_features: bool,
-    is_causal: bool,
-    together: Together | None = None,
-    decay: BlockDecay | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """One block: `query [B, Hkv, G, C, F]`, `key [B, Hkv, C, F]`, `values [B, Hkv, C, W + 1]`, `mask [B, 1, C, 1]`."""
-    scale = None
-    if log_features:
-        query, scale, key, sums, maximum = exponentiate(query, key, mask, sums, maximum)
+    together: Together | None,
+    decay: BlockDecay | None,
+) -> tuple[Tensor, Tensor]:
+    """The output and the sums after one block of features, causal.
+
+    The arguments are `query [B, Hkv, G, C, F]`, `key [B, Hkv, C, F]`, `values [B, Hkv, C, W + 1]`, `mask [B, 1, C, 1]`.
+    """
     if mask is not None:
         key = key * mask
     rows, group = query.flatten(2, 3), query.shape[2:4]
-    if not is_causal:
-        new_sums = _add(sums, key.transpose(-1, -2) @ values)
-        return (rows @ new_sums).unflatten(2, group), scale, new_sums, maximum
     scores = (rows @ key.transpose(-1, -2)).unflatten(2, group).tril()
     carried = (rows @ sums).unflatten(2, group) if sums is not None else None
     if decay is not None:
@@ -305,7 +303,7 @@ def attend_block(
         sums = sums * together.carried_stays if sums is not None else None
         key = key * together.key_stays
     output = _add(carried, (scores.flatten(2, 3) @ values).unflatten(2, group))
-    return output, scale, _add(sums, key.transpose(-1, -2) @ values), maximum
+    return output, _add(sums, key.transpose(-1, -2) @ values)
 
 
 def attend_log_block(
@@ -319,7 +317,7 @@ def attend_log_block(
     together: Together | None,
     decay: BlockDecay | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`attend_block` of log features, causal, with what `attend_within` gave for this block."""
+    """`attend_block` of log features, with what `attend_within` gave for this block."""
     (output, scale), stays = within, mask
     if together is not None:
         stays = together.key_stays if mask is None else mask & together.key_stays
