@@ -256,10 +256,6 @@ class NearFarMix(nn.Module):
     # Whether the largest near logit cancels, so that it needs no gradient.
     is_scale_constant: ClassVar[bool] = True
 
-    def __init__(self, num_heads: int):
-        super().__init__()
-        self.num_heads = num_heads
-
     def reset_parameters(self, feature_map: Any) -> None:
         """Initialise the parameters; their start may depend on the feature map of the far keys."""
         raise NotImplementedError
@@ -281,7 +277,7 @@ class JointMix(NearFarMix):
     """
 
     def __init__(self, num_heads: int):
-        super().__init__(num_heads)
+        super().__init__()
         self.far_log_scale = nn.Parameter(torch.empty(num_heads))
         self.query_norm_weight = nn.Parameter(torch.empty(num_heads))
 
@@ -329,7 +325,7 @@ class WindowMaximumMix(NearFarMix):
     is_scale_constant = False
 
     def __init__(self, num_heads: int):
-        super().__init__(num_heads)
+        super().__init__()
         self.window_weight = nn.Parameter(torch.empty(num_heads))
 
     def reset_parameters(self, feature_map: Any) -> None:
@@ -345,7 +341,7 @@ class WindowMaximumMix(NearFarMix):
         return joined_output((output, size - largest.clamp(min=EMPTY_MAXIMUM / 2) + weight), *far)
 
 
-NORMALIZATIONS: dict[str, type[NearFarMix]] = {
+NORMALIZATIONS: dict[str, Any] = {
     "joint": JointMix,
     "window_maximum": WindowMaximumMix,
 }

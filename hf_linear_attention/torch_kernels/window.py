@@ -109,7 +109,8 @@ def plain_window(
         return _empty_window(query.to(dtype), kv_heads, value.shape[3])
     key, value = (x.masked_fill(~visible[:, None, :, None], 0.0) for x in (key, value))
     size = width if is_free(length) else max(1, min(length, width))
-    offset = _offsets(width, size, query.device)
+    place, row = (torch.arange(n, dtype=torch.long, device=query.device) for n in (width + size - 1, size))
+    offset = place - row[:, None]  # places that each key of a block lies after the first key of each query
 
     def scaled(x: torch.Tensor) -> torch.Tensor:
         return _query_blocks((x.to(dtype) * scaling).unflatten(1, (kv_heads, -1)), 3, size)
@@ -136,12 +137,6 @@ def plain_window(
         results.append(_softmax(logits, (visible, seen), values, is_scale_constant))
     output, log_size, scale = (joined(part).flatten(3, 4)[:, :, :, :length] for part in zip(*results))
     return output, log_size, scale
-
-
-def _offsets(width: int, size: int, device: torch.device) -> torch.Tensor:
-    """How many places each key of a block lies after the first key of each query: `[size, width + size - 1]`."""
-    place, row = (torch.arange(n, dtype=torch.long, device=device) for n in (width + size - 1, size))
-    return place - row[:, None]
 
 
 def _empty_window(query: torch.Tensor, kv_heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
