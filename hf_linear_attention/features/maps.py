@@ -290,11 +290,7 @@ class HedgehogFeatureMap(LearnedFeatureMap):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start with W = identity; further columns are orthonormal random vectors."""
-        width = self.num_features // 2
-        start = torch.eye(self.head_dim, width, dtype=torch.float32, device="cpu")
-        if width > self.head_dim:  # columns that start equal would stay equal
-            extra = orthogonal_random_matrix(width - self.head_dim, self.head_dim, generator).T
-            start[:, self.head_dim :] = extra / extra.norm(dim=0)
+        start = identity_start(self.head_dim, self.num_features // 2, generator)
         init.copy_(self.query_projection, start.expand_as(self.query_projection))
         init.copy_(self.key_projection, start.expand_as(self.key_projection))
 
@@ -356,6 +352,15 @@ def squared_norm(x: torch.Tensor) -> torch.Tensor:
     """|x|^2 over the last axis, which is kept with size 1."""
     norm = torch.linalg.vector_norm(accumulated(x), dim=-1, keepdim=True)  # allocates no tensor of the size of x
     return norm.square()
+
+
+def identity_start(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """The identity `[rows, columns]`; further columns are orthonormal, because those that start equal stay equal."""
+    start = torch.eye(rows, columns, dtype=torch.float32, device="cpu")
+    if columns > rows:
+        extra = orthogonal_random_matrix(columns - rows, rows, generator).T
+        start[:, rows:] = extra / extra.norm(dim=0)
+    return start
 
 
 def orthogonal_random_matrix(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from ..features.maps import orthogonal_random_matrix
+from ..features.maps import identity_start
 from ..positions.rotary import taken_back, without_hidden
 from ..torch_kernels.blocks import accumulated, accumulation_dtype, with_dtype
 from ..torch_kernels.delta import gated_delta
@@ -174,11 +174,7 @@ class NormalizedFeatures(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start with A = identity and b = 0."""
-        size, num_features = self.key_projection.shape[1:]
-        start = torch.eye(size, num_features, dtype=torch.float32, device="cpu")
-        if num_features > size:  # columns that start equal would stay equal
-            extra = orthogonal_random_matrix(num_features - size, size, generator).T
-            start[:, size:] = extra / extra.norm(dim=0)
+        start = identity_start(*self.key_projection.shape[1:], generator)
         for projection, bias in (
             (self.query_projection, self.query_bias),
             (self.key_projection, self.key_bias),
