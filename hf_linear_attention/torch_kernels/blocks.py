@@ -133,12 +133,7 @@ def plain_attention(
     if not key.shape[2] and is_causal:
         return _nothing(query, values, sums, maximum, log_features)
     if not is_causal:
-        scale = None
-        if log_features:
-            query, scale, key, sums, maximum = exponentiate(query, key, mask, sums, maximum)
-        sums = _add(sums, (key if mask is None else key * mask).transpose(-1, -2) @ values)
-        output = (query.flatten(2, 3) @ sums).unflatten(2, query.shape[2:4])
-        return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
+        return _both_ways(query, key, values, mask, sums, maximum, log_features)
     within: Any = (None, None)
     if log_features:
         numbers = None if segments is None else with_padding_counted(segments)
@@ -156,6 +151,18 @@ def plain_attention(
         blocks.append((output, scale))
     output = joined([part for part, _ in blocks])
     scale = joined([part for _, part in blocks]) if log_features else None
+    return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
+
+
+def _both_ways(
+    query: Tensor, key: Tensor, values: Tensor, mask: Tensor | None, sums: Any, maximum: Any, log_features: bool
+) -> Parts:
+    """`plain_attention` where every query sees all keys."""
+    scale = None
+    if log_features:
+        query, scale, key, sums, maximum = exponentiate(query, key, mask, sums, maximum)
+    sums = _add(sums, (key if mask is None else key * mask).transpose(-1, -2) @ values)
+    output = (query.flatten(2, 3) @ sums).unflatten(2, query.shape[2:4])
     return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
 
 

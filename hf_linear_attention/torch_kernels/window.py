@@ -112,11 +112,9 @@ def plain_window(
     place, row = (torch.arange(n, dtype=torch.long, device=query.device) for n in (width + size - 1, size))
     offset = place - row[:, None]  # places that each key of a block lies after the first key of each query
 
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        return _query_blocks((x.to(dtype) * scaling).unflatten(1, (kv_heads, -1)), 3, size)
-
-    query = scaled(query)
-    to_sinks = query if sink_query is None else scaled(sink_query)
+    given = (query,) if sink_query is None else (query, sink_query)
+    queries = [_query_blocks((x.to(dtype) * scaling).unflatten(1, (kv_heads, -1)), 3, size) for x in given]
+    query, to_sinks = queries[0], queries[-1]
     key, value, visible = _windows(key, value, visible, width, size, incomplete(length, size), dtype)
     visible = visible[:, :, None] & (offset >= 0) & (offset < width)
     if numbers is not None:
