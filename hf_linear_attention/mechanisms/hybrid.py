@@ -84,10 +84,8 @@ class HybridAttention(HybridOptions, WindowAttention):
         self.uses_far = True  # False leaves window and sinks only, to measure what the far keys contribute
 
     def _add_linear(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
-        feature_map = FEATURE_MAPS[settings["feature_map"]]
-        self.feature_map = feature_map(
-            shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"]
-        )
+        sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"])
+        self.feature_map = FEATURE_MAPS[settings["feature_map"]](*sizes)
         self.mix = NORMALIZATIONS[settings["normalization"]](shape.num_heads)
         self.has_sums, self.is_scale_constant = True, self.mix.is_scale_constant
         decay = decay_of(settings, shape)

@@ -148,9 +148,7 @@ class WindowState(NamedTuple):
     Keys are kept with their rotary position applied. A state is stored without what is None.
     """
 
-    sums: (
-        Tensor | None
-    )  # [B, Hkv, F, D + 2]: S, Z and m of the tokens that have left the window, if a mechanism has any
+    sums: Tensor | None  # [B, Hkv, F, D + 2]: S, Z and m of the tokens behind the window, if a mechanism has any
     key: Tensor  # [B, Hkv, w, D]
     value: Tensor  # [B, Hkv, w, D]
     kind: Tensor  # [B, w] int8: EMPTY, ORDINARY or SINK
