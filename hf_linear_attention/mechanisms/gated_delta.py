@@ -174,7 +174,7 @@ class NormalizedFeatures(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start with A = identity and b = 0."""
-        start = identity_start(*self.key_projection.shape[1:], generator)
+        start = identity_start(self.key_projection.shape[1], self.key_projection.shape[2], generator)
         for projection, bias in (
             (self.query_projection, self.query_bias),
             (self.key_projection, self.key_bias),
