@@ -23,7 +23,6 @@ from hf_linear_attention.mechanisms.registry import MECHANISMS
 ROWS: dict[str, dict[str, Any]] = {
     "linear elu1": {"mechanism": "linear", "feature_map": "elu1"},
     "linear relu": {"mechanism": "linear", "feature_map": "relu"},
-    "linear squared_relu": {"mechanism": "linear", "feature_map": "squared_relu"},
     "linear taylor": {"mechanism": "linear", "feature_map": "taylor"},
     "linear exp 128": {"mechanism": "linear", "feature_map": "exp", "num_features": 128},
     "linear hedgehog 128": {"mechanism": "linear", "feature_map": "hedgehog", "num_features": 128},

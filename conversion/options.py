@@ -28,7 +28,7 @@ from hf_linear_attention._common.options import (
     out_of_bounds,
     typed_options,
 )
-from hf_linear_attention.layer_numbers import is_by_layer, parse_by_layer, parse_layers
+from hf_linear_attention.layer_ranges import is_by_layer, parse_by_layer, parse_layers
 from hf_linear_attention.mechanisms.options import DROPPABLE, MECHANISM_OPTIONS
 from hf_linear_attention.training.tasks import CACHED, TASKS, TEXT_TASKS
 

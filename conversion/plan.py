@@ -25,8 +25,7 @@ from hf_linear_attention.configuration_linear_attention import entries_of, mecha
 from hf_linear_attention.conversion.options import SIZES
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion_api import convert_config, refuse_converted, stock_model_class
-from hf_linear_attention.layer_numbers import layers_text
-from hf_linear_attention.layer_ranges import spread
+from hf_linear_attention.layer_ranges import layers_text, spread
 from hf_linear_attention.mechanisms.base import AttentionMechanism, MechanismInputs
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import (

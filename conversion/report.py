@@ -28,7 +28,7 @@ from hf_linear_attention.conversion.preset_plan import Training
 from hf_linear_attention.conversion.softmax_choice import CHOICE, KEPT_HEADS, describe_heads, describe_ranking
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.kernels.cpu import kernel_backend
-from hf_linear_attention.layer_numbers import layers_text
+from hf_linear_attention.layer_ranges import layers_text
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

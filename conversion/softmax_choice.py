@@ -43,8 +43,7 @@ from hf_linear_attention.conversion.options import ConversionArguments
 from hf_linear_attention.conversion.plan import Plan, make_plan
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion.verification import divergence
-from hf_linear_attention.layer_numbers import parse_layers
-from hf_linear_attention.layer_ranges import with_softmax_heads
+from hf_linear_attention.layer_ranges import parse_layers, with_softmax_heads
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.losses.outputs import run_model

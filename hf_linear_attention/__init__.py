@@ -129,7 +129,7 @@ if _AUTO_CONFIGS in sys.modules:
 else:
     sys.meta_path.insert(0, _AfterTransformers())
 sys.meta_path.append(_MovedModules())
-PROVIDERS.append(_on_demand("kernels.register", "register_kernels"))
+PROVIDERS.append(_on_demand("kernels", "register_kernels"))
 EXTENSIONS["first_instance"] = _on_demand("registration", "register_heads")
 EXTENSIONS["checkpoint_code"] = _on_demand("checkpoint_code", "checkpoint_code")
 for _name in ("attention_classes", "survey"):

@@ -32,17 +32,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from .attention.transformers_internals import is_causal_lm, is_masked_lm, stock_heads
 from .extensions import EXTENSIONS, FORMAT_VERSION, PREFIX, installed_package
-from .mechanisms.options import DROPPABLE, MECHANISM_OPTIONS, NAMED_LAYERS, MechanismOptions, Option
+from .mechanisms.options import COMMON_SETTINGS, DROPPABLE, MECHANISM_OPTIONS, NAMED_LAYERS, MechanismOptions, Option
 
 
 MODELING_MODULE = "modeling_linear_attention"
 # The files that the `auto_map` of config.json names.
 CODE_FILES = ("configuration_linear_attention.py", "modeling_linear_attention.py")
 LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0\n"
-# The settings that every mechanism has, with their defaults.
-COMMON_SETTINGS: dict[str, Any] = {
-    "layers": "all", "softmax_heads": [], "drop": [], "cross_attention": False, "rotary": None,
-}  # fmt: skip
 
 
 class LinearAttentionSettings(dict):
@@ -209,9 +205,12 @@ def _gone_problems(given: dict[str, Any], mechanism: type[MechanismOptions]) -> 
 def _option_problems(
     given: Mapping[str, Any], filled: Mapping[str, Any], options: Mapping[str, Option], num_layers: int | None
 ) -> list[str]:
-    own = f"`mechanism` = `{given['mechanism']}`, whose options are {_names(options)}"
-    unknown = [name for name in given if name not in options and name not in ("mechanism", *COMMON_SETTINGS)]
-    problems = [f"`{name}` is not an option of {own}{taken_elsewhere(name, given[name])}" for name in unknown]
+    problems = [
+        f"`{name}` is not an option of `mechanism` = `{given['mechanism']}`, whose options are {_names(options)}"
+        f"{taken_elsewhere(name, given[name])}"
+        for name in given
+        if name not in options and name not in ("mechanism", *COMMON_SETTINGS)
+    ]
     for name, value in filled.items():
         is_list = options[name].is_per_layer and isinstance(value, (list, tuple))
         if problem := options[name].problem(value):
@@ -253,6 +252,8 @@ def _softmax_head_problems(
     given: Mapping[str, Any], mechanism: type[MechanismOptions], filled: Mapping[str, Any]
 ) -> list[str]:
     pairs, layers = given["softmax_heads"], given["layers"]
+    if pairs in ([], ()):
+        return []
     if not isinstance(pairs, (list, tuple)) or not all(
         isinstance(pair, (list, tuple)) and [type(n) is int and n >= 0 for n in pair] == [True, True] for pair in pairs
     ):
@@ -264,7 +265,7 @@ def _softmax_head_problems(
         reasons.append("it is not possible together with `drop` or `cross_attention`")
     if layers == "none" or (not isinstance(layers, str) and not {layer for layer, _ in pairs} <= set(layers)):
         reasons.append(f"`layers` = {layers!r} lacks some of these layers")
-    return [f"`softmax_heads` = {pairs!r}, but {reason}" for reason in reasons if pairs]
+    return [f"`softmax_heads` = {pairs!r}, but {reason}" for reason in reasons]
 
 
 def _cross_attention_problems(

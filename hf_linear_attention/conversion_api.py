@@ -22,8 +22,7 @@ from .attention.transformers_internals import base_model_class, converting
 from .attention_observation import ObservedAttention, observe_attention
 from .configuration_linear_attention import entries_of, linear_config_class, max_length_of, model_heads
 from .default_settings import DEFAULTS, direction_of
-from .layer_numbers import is_by_layer
-from .layer_ranges import spread
+from .layer_ranges import is_by_layer, spread
 from .mechanisms.base import MechanismInputs
 from .mechanisms.registry import MECHANISMS
 from .modeling_linear_attention import converted_modules, linear_model_class

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import PreTrainedConfig
+from .mechanisms.options import COMMON_SETTINGS, MECHANISM_OPTIONS, NAMED_LAYERS
 
-from .configuration_linear_attention import COMMON_SETTINGS, LinearAttentionSettings, unknown_mechanism
-from .layer_numbers import EXAMPLES, is_by_layer, layers_text
-from .mechanisms.registry import MECHANISMS
+
+if TYPE_CHECKING:  # this file is read for `--help` too, which needs no models
+    from transformers import PreTrainedConfig
+
+
+EXAMPLES = "`3`, `0-3` or `4-`"
 
 
 def spread(settings: Mapping[str, Any], stock_class: type, config: PreTrainedConfig) -> Any:
@@ -37,10 +39,13 @@ def spread(settings: Mapping[str, Any], stock_class: type, config: PreTrainedCon
     Raises:
         ValueError: as `entries_by_layer` does; or if the model has no attention that could be converted.
     """
-    from .modeling_linear_attention import converted_layers, self_attention_modules
-
     if not is_by_layer(settings):
         return dict(settings)
+    import torch
+
+    from .configuration_linear_attention import LinearAttentionSettings
+    from .modeling_linear_attention import converted_layers, self_attention_modules
+
     with torch.device("meta"):
         modules = list(self_attention_modules(stock_class(copy.deepcopy(config))).values())
     layers = settings.get("layers", COMMON_SETTINGS["layers"])
@@ -60,9 +65,11 @@ def entries_by_layer(settings: Mapping[str, Any], converted: Sequence[int], num_
         ValueError: naming every range that overlaps another one, is incomplete, or contains no converted layer; every
             unknown mechanism; and every option that no mechanism of these layers has.
     """
+    from .configuration_linear_attention import unknown_mechanism
+
     place = _Place(converted, num_layers)
     mechanisms = place.values("mechanism", settings.get("mechanism", "linear"), converted)
-    unknown = (name for name in mechanisms.values() if not isinstance(name, str) or name not in MECHANISMS)
+    unknown = (name for name in mechanisms.values() if not isinstance(name, str) or name not in MECHANISM_OPTIONS)
     place.problems += list(dict.fromkeys(map(unknown_mechanism, unknown)))
     if not place.problems:
         common = _common_settings(settings, place)
@@ -126,7 +133,7 @@ def _add_option(
     options: Mapping[int, dict[str, Any]], name: str, value: Any, mechanisms: Mapping[int, str], place: _Place
 ) -> None:
     """Add an option to the settings of the layers whose mechanism has it."""
-    able = [layer for layer in mechanisms if name in MECHANISMS[mechanisms[layer]].options]
+    able = [layer for layer in mechanisms if name in MECHANISM_OPTIONS[mechanisms[layer]].options]
     if not able:
         names = ", ".join(f"`{mechanism}`" for mechanism in sorted(set(mechanisms.values())))
         place.problems.append(f"`{name}` is not an option of {names}; leave it out")
@@ -191,3 +198,62 @@ class _Place:
         else:
             return range(first, last + 1)
         return range(0)
+
+
+def parse_layers(text: str) -> str | list[int]:
+    """The value of the setting `layers` for a text such as `all`, `full_attention`, `none` or `0,2,4-7`.
+
+    Raises:
+        ValueError: if the text has none of these forms.
+    """
+    if text in NAMED_LAYERS:
+        return text
+    layers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
+        if match is None:
+            names = ", ".join(f"`{name}`" for name in NAMED_LAYERS)
+            raise ValueError(f"`layers` = {text!r}; it must be {names} or a list such as `0,2,4-7`")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < 10_000:  # no model has more, and the numbers are listed here
+            raise ValueError(f"`layers` = {text!r}; the range {part.strip()} runs backwards or beyond layer 9999")
+        layers.update(range(first, last + 1))
+    return sorted(layers)
+
+
+def is_by_layer(settings: Mapping[str, Any]) -> bool:
+    """Whether any of these settings has a value by layer."""
+    return any(isinstance(value, Mapping) for value in settings.values())
+
+
+def parse_by_layer(text: str) -> dict[str, str]:
+    """`0-3:hybrid,4-:linear` -> `{"0-3": "hybrid", "4-": "linear"}`.
+
+    Raises:
+        ValueError: if a part has no range in front of a colon, or two parts have the same range.
+    """
+    values: dict[str, str] = {}
+    for part in text.split(","):
+        layers, colon, value = (piece.strip() for piece in part.partition(":"))
+        if not colon or not layers or not value:
+            raise ValueError(f"{part.strip()!r} is not of the form LAYERS:VALUE, where LAYERS is like {EXAMPLES}")
+        if layers in values:
+            raise ValueError(f"the layers {layers} are given twice")
+        values[layers] = value
+    return values
+
+
+def ranges_of(layers: Iterable[int]) -> str:
+    """`[0, 2, 4, 5, 6]` -> `0, 2, 4-6`."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def layers_text(layers: Collection[int]) -> str:
+    """`[0, 2, 4, 5, 6]` -> `layers 0, 2, 4-6`."""
+    return f"layer{'s' if len(layers) > 1 else ''} {ranges_of(layers)}"

@@ -37,10 +37,10 @@ from .attention.architectures import (
     skips_position_bias,
 )
 from .attention.layer import (
-    CACHE_ARGUMENTS,
     IMPLEMENTATION,
     LinearizedAttention,
     LinearizedCrossAttention,  # of cross-attention
+    cache_among,
     check_softmax_cache,
 )
 from .attention.long_inputs import divide_long_inputs  # of decoders
@@ -122,8 +122,7 @@ class LinearAttentionModelMixin(ModelHooks):
 
     def prepare_generation(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         """Put the state layers into the cache before generation."""
-        cache = next((model_kwargs[name] for name in CACHE_ARGUMENTS if model_kwargs.get(name) is not None), None)
-        if cache is None:
+        if (cache := cache_among(model_kwargs)) is None:
             return
         # This is done before the first forward pass, because assisted decoding makes the layers record from here on.
         for module in linear_attention_modules(self).values():

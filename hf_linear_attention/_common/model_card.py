@@ -16,7 +16,7 @@ import yaml
 from hf_linear_attention import model_cards
 from hf_linear_attention._common.heads import head_of_config, is_without_head
 from hf_linear_attention._common.safe_yaml import load_yaml
-from hf_linear_attention.layer_numbers import ranges_of
+from hf_linear_attention.layer_ranges import ranges_of
 
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer, StaticLayer
 
-from ..mechanisms.base import State
+from ..mechanisms.base import MechanismInputs, State
 
 
 # The attributes in which LinearAttentionLayer keeps Mamba or convolution states, for layers that also have attention.
@@ -117,23 +117,28 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         held = self.state if self.pending is None else self.pending
         return held[0].shape[0] if held else None
 
-    def claim(self, signature: str) -> None:
+    def claim(self, signature: str, num_growing: int) -> None:
         """Announce an `update` by a converted layer whose mechanism has this signature.
 
         Raises:
-            ValueError: if the state belongs to another mechanism or to other options.
+            ValueError: if the state belongs to another mechanism or to other options, or would grow in a static cache.
         """
+        if num_growing and self.static:
+            raise ValueError(
+                "Got a static cache, but heads with softmax attention (`softmax_heads`) keep all keys; pass a "
+                "`DynamicCache`, or none."
+            )
         if self.signature not in (None, signature) and self.num_rows is not None:
             raise ValueError(
                 f"Got a cache with the state of {self.signature} in a layer of {signature}. Only the mechanism that "
                 "made a state can continue it, with the same options; let this model read the tokens into a new cache."
             )
-        self.signature, self.is_claimed = signature, True
+        self.signature, self.num_growing, self.is_claimed = signature, num_growing, True
 
     def refuse_other_rows(self, num_rows: int) -> None:
         """Raise ValueError if the stored state has another batch size."""
-        if self.num_rows not in (None, num_rows):
-            raise ValueError(other_rows(self.num_rows, num_rows))
+        if (cached := self.num_rows) not in (None, num_rows):
+            raise ValueError(other_rows(cached, num_rows))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -162,16 +167,24 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
         return key_states, value_states
 
-    def extend(self, state: State, num_tokens: int) -> None:
-        """Store the state after `num_tokens` more tokens."""
-        self.store(state)
-        if self.static:
-            self.cumulative_length.add_(num_tokens)
-        else:
-            self.cumulative_length += num_tokens
+    def extend(self, state: State, inputs: MechanismInputs, needs_queries: bool) -> None:
+        """Store the state after the tokens of `inputs`, and while recording these tokens for a rollback."""
+        key, value, mask, query = inputs.key, inputs.value, inputs.attention_mask, None
+        if inputs.gates is not None and self.gate_layout is None:
+            self.gate_layout = (inputs.gates.shape[2], inputs.gates.dtype)
+        if needs_queries:
+            query = inputs.query
+            self.query_layout = self.query_layout or (query.shape[1], query.shape[3], query.dtype)
+        if self.record_past:
+            self.recorded.append(Tokens(key, value, mask, inputs.positions, inputs.gates, query))
+        self.store(state, key.shape[2])
 
-    def store(self, state: State) -> None:
-        """Replace the stored state."""
+    def store(self, state: State, num_tokens: int = 0) -> None:
+        """Replace the stored state by one of `num_tokens` more tokens."""
+        if not self.static:
+            self.cumulative_length += num_tokens
+        elif num_tokens:
+            self.cumulative_length.add_(num_tokens)
         self.batch_size = state[0].shape[0]
         if self.static and self.state is not None and self.state[0].shape == state[0].shape:
             for old, new in zip(self.state, state):
@@ -202,15 +215,6 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         if not self.record_past:
             self.state_at_crop = self.state
         self.record_past = True
-
-    def record(self, tokens: Tokens) -> None:
-        """Store the new tokens while recording."""
-        if tokens.gates is not None and self.gate_layout is None:
-            self.gate_layout = (tokens.gates.shape[2], tokens.gates.dtype)
-        if tokens.query is not None and self.query_layout is None:
-            self.query_layout = (tokens.query.shape[1], tokens.query.shape[3], tokens.query.dtype)
-        if self.record_past:
-            self.recorded.append(tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens; `crop(0)` only clears the record.

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..mechanisms.base import MechanismInputs, State
-from ..torch_kernels.attention import is_tracing
+from ..mechanisms.base import MechanismInputs
+from ..torch_kernels.blocks import is_tracing
 from .architectures import FEATURE_ARGUMENTS
 from .cache import (
     LinearAttentionStateLayer,  # of decoders
@@ -26,11 +26,10 @@ from .cache import (
     state_layer,  # of decoders
 )
 from .masks import attend_packed, linear_attention_mask, read_mask
-from .transformers_internals import collects_attentions
+from .transformers_internals import wants_attentions
 
 
 IMPLEMENTATION = "linear_attention"
-CACHE_ARGUMENTS = ("past_key_values", "layer_past")
 
 
 def linear_attention_forward(
@@ -69,6 +68,12 @@ if IMPLEMENTATION not in AttentionMaskInterface().valid_keys():
     AttentionMaskInterface.register(IMPLEMENTATION, linear_attention_mask_of_config)
 
 
+def cache_among(kwargs: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of a stock forward, or None; the layers of some models call it `layer_past`."""
+    cache = kwargs.get("past_key_values")
+    return kwargs.get("layer_past") if cache is None else cache
+
+
 def is_autocast(tensor: torch.Tensor) -> bool:
     """Whether autocast is enabled on the device of this tensor."""
     return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)  # torch knows none for `meta`
@@ -76,7 +81,7 @@ def is_autocast(tensor: torch.Tensor) -> bool:
 
 def check_softmax_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Check, before a softmax layer beside converted layers runs, that its cache has the batch size of the input."""
-    cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+    cache = cache_among(kwargs)
     hidden = args[0] if args else kwargs.get("hidden_states")
     if cache is not None and isinstance(hidden, torch.Tensor) and hidden.ndim == 3 and not is_tracing():
         refuse_other_softmax_rows(cache, module.layer_idx, hidden.shape[0])
@@ -100,7 +105,7 @@ class LinearizedAttention:
             NotImplementedError: under continuous batching.
             ValueError: if the layer computes softmax and the cache holds a linear state.
         """
-        cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+        cache = cache_among(kwargs)
         is_observed = self.linear_attention_observer is not None
         if self.linear_attention.needs_gates and (self.linear_attention_enabled or is_observed):
             kwargs["gates"] = self._gates(args[0] if args else kwargs.get("hidden_states"), is_observed)
@@ -110,7 +115,9 @@ class LinearizedAttention:
         if kwargs.get("cache") is not None:
             raise NotImplementedError("Continuous batching does not support a recurrent state; use `generate`.")
         if cache is not None:
-            kwargs["state_layer"] = self._claimed_state_layer(cache)
+            layer = kwargs["state_layer"] = self.find_state_layer(cache)
+            if layer is not None:
+                layer.claim(self.linear_attention.signature, self.linear_attention.num_growing)
         if self.linear_attention_skips_bias:
             kwargs["position_bias"] = self.o.weight.new_zeros(1, 1, 1, 1)  # otherwise T5 would make one of size N x N
         return super().forward(*args, **kwargs)
@@ -141,19 +148,6 @@ class LinearizedAttention:
         if place is not None and place < len(layers):
             refuse_linear_layer(layers[place])
 
-    def _claimed_state_layer(self, cache: Any) -> LinearAttentionStateLayer | None:
-        layer = self.find_state_layer(cache)
-        if layer is not None:
-            num_growing = self.linear_attention.num_growing
-            if num_growing and layer.static:
-                raise ValueError(
-                    "Got a static cache, but heads with softmax attention (`softmax_heads`) keep all keys; pass a "
-                    "`DynamicCache`, or none."
-                )
-            layer.claim(self.linear_attention.signature)
-            layer.num_growing = num_growing
-        return layer
-
     def attend(
         self,
         query: torch.Tensor,
@@ -182,13 +176,14 @@ class LinearizedAttention:
         """
         seen: int | torch.Tensor = 0
         if state_layer is not None:
-            state_layer.refuse_other_rows(query.shape[0])
-            state_layer.is_claimed = False  # cross-attention calls `update` only once
+            if state_layer.is_claimed:  # `update` was not called, as in cross-attention after the first step
+                state_layer.refuse_other_rows(query.shape[0])
+                state_layer.is_claimed = False
             seen = state_layer.get_seq_length()
         inputs = self.mechanism_inputs(query, key, value, attention_mask, seen=seen, **kwargs)
         # Autocast is disabled, because the sums must stay float32; entering its context costs as much as a layer norm.
         with torch.autocast(query.device.type, enabled=False) if is_autocast(query) else nullcontext():
-            if self._wants_weights(kwargs):
+            if wants_attentions(kwargs, self.model_config):
                 return self._attend_with_weights(inputs, state_layer)
             return self._attend(inputs, state_layer), None
 
@@ -211,14 +206,13 @@ class LinearizedAttention:
         `seen` keys are already in the state.
         """
         self._refuse_arguments(kwargs)
-        scaling = self._scaling(scaling)
+        scaling = self.linear_attention.shape.head_dim**-0.5 if scaling is None else scaling
         if scaling != self.linear_attention_scaling:  # OPT and similar models scale the query themselves
             query, scaling = query * (scaling / self.linear_attention_scaling), self.linear_attention_scaling
         if is_causal is None or attention_mask is not None or query.shape[2] == 1:
             # Moonshine passes False if a mask hides the future, or if there is no future to hide.
             is_causal = self.linear_attention_is_causal
-        key_mask, segments = self._read_mask(attention_mask, key, seen, is_causal)
-        mask = key_mask if segments is None else segments
+        mask = None if attention_mask is None else self._read_mask(attention_mask, key, seen, is_causal)
         inputs = MechanismInputs(query, key, value, mask, scaling, is_causal, gates=gates)
         if self.linear_attention.needs_positions:
             positions = self._positions(position_ids, query, seen)
@@ -231,30 +225,27 @@ class LinearizedAttention:
             position_ids = (seen + torch.arange(query.shape[2], dtype=torch.long, device=query.device)).unsqueeze(0)
         return position_ids.to(torch.int32).expand(query.shape[0], -1)
 
-    @property
-    def _drop(self) -> list[str]:
-        return self.linear_attention.settings["drop"]
-
     def _refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse arguments at run time; `refuse_features` has looked for the same features in the stock class."""
         for name, feature in FEATURE_ARGUMENTS.items():
-            if kwargs.get(name) is not None and feature not in self._drop:
+            if kwargs.get(name) is not None and feature not in self.linear_attention.settings["drop"]:
                 raise ValueError(
                     f"{type(self).__name__} passes `{name}`, which linear attention cannot honour. Keep these layers "
                     f"softmax (setting `layers`), or convert without it (add `{feature}` to the setting `drop`)."
                 )
 
     def _read_mask(
-        self, mask: torch.Tensor | None, key: torch.Tensor, seen: int | torch.Tensor, is_causal: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if mask is not None and mask.is_floating_point() and "position_bias" in self._drop:
+        self, mask: torch.Tensor, key: torch.Tensor, seen: int | torch.Tensor, is_causal: bool
+    ) -> torch.Tensor | None:
+        """The mask of the keys, bool `[B, S]`, or the numbers of packed sequences; None if all keys are visible."""
+        drop = self.linear_attention.settings["drop"]
+        if mask.is_floating_point() and "position_bias" in drop:
             # BEiT adds its bias to the mask, in which only the lowest number hides a key.
             mask = (mask > torch.finfo(mask.dtype).min / 2).any(dim=1, keepdim=True)
-        is_windowed = getattr(self.config, "sliding_window", None) is not None or "sliding_window" in self._drop
-        return read_mask(mask, key.shape[2], seen, is_causal, batch_size=key.shape[0], is_windowed=is_windowed)
-
-    def _scaling(self, scaling: float | None) -> float:
-        return self.linear_attention.shape.head_dim**-0.5 if scaling is None else scaling
+        is_windowed = getattr(self.config, "sliding_window", None) is not None or "sliding_window" in drop
+        size = key.shape[0]
+        key_mask, segments = read_mask(mask, key.shape[2], seen, is_causal, batch_size=size, is_windowed=is_windowed)
+        return key_mask if segments is None else segments
 
     def _attend(self, inputs: MechanismInputs, state_layer: LinearAttentionStateLayer | None) -> torch.Tensor:
         query = inputs.query
@@ -263,12 +254,13 @@ class LinearizedAttention:
         if not is_tracing() and query.numel() == 0 and (state_layer is None or query.shape[2] == 0):
             batch, heads, length, _ = query.shape
             return query.new_zeros(batch, length, heads, inputs.value.shape[3])
-        if inputs.is_packed and not is_tracing():
+        is_packed = inputs.is_packed
+        if is_packed and not is_tracing():
             output = attend_packed(lambda part: self.linear_attention(part, None)[0], inputs)
             if state_layer is not None:
                 self._keep_last_sequence(inputs, state_layer)
             return output
-        if inputs.is_packed and not inputs.is_causal:
+        if is_packed and not inputs.is_causal:
             raise NotImplementedError(
                 f"{type(self.linear_attention).__name__} in an encoder does not support packed sequences inside a "
                 "graph (torch.compile, torch.export); put each sequence into its own row of the batch."
@@ -276,49 +268,30 @@ class LinearizedAttention:
         if state_layer is None:
             return self.linear_attention(inputs, None)[0]
         in_place = state_layer.static and not state_layer.record_past
-        state = self._current_state(state_layer, inputs.scaling)
-        output, state = self.linear_attention(inputs._replace(in_place=in_place) if in_place else inputs, state)
-        state_layer.record(self._tokens(inputs))
-        state_layer.extend(state, inputs.key.shape[2])
+        if state_layer.pending is not None:
+            self._absorb_pending(state_layer, inputs.scaling)
+        mechanism_inputs = inputs._replace(in_place=True) if in_place else inputs
+        output, state = self.linear_attention(mechanism_inputs, state_layer.state)
+        state_layer.extend(state, inputs, self.linear_attention.absorbs_queries)
         return output
-
-    def _tokens(self, inputs: MechanismInputs) -> Tokens:
-        """What the cache keeps of these tokens for a rollback."""
-        query = inputs.query if self.linear_attention.absorbs_queries else None
-        return Tokens(inputs.key, inputs.value, inputs.attention_mask, inputs.positions, inputs.gates, query)
 
     def _keep_last_sequence(self, inputs: MechanismInputs, state_layer: LinearAttentionStateLayer) -> None:
         """Store the state of the last packed sequence of each row, because later tokens continue that sequence."""
-        if self._current_state(state_layer, inputs.scaling) is not None:
+        if state_layer.state is not None or state_layer.pending is not None:
             raise ValueError(
                 "Got packed sequences after cached tokens; linear attention accepts them only with an empty cache."
             )
         numbers: Any = inputs.attention_mask
-        tokens = self._tokens(inputs._replace(attention_mask=numbers == numbers.amax(dim=1, keepdim=True)))
-        state = self._absorb(tokens, inputs.scaling, None)
-        state_layer.record(tokens)
-        state_layer.extend(state, inputs.key.shape[2])
+        inputs = inputs._replace(attention_mask=numbers == numbers.amax(dim=1, keepdim=True))
+        state_layer.extend(self.linear_attention.absorb(inputs, None), inputs, self.linear_attention.absorbs_queries)
 
-    def _absorb(self, tokens: Tokens, scaling: float, state: State | None) -> State:
-        key, value, mask, positions, gates, query = tokens
+    def _absorb_pending(self, state_layer: LinearAttentionStateLayer, scaling: float) -> None:
+        """Bring the state up to date after a rollback."""
+        key, value, mask, positions, gates, query = cast(Tokens, state_layer.pending)
         if query is None:
             query = key.new_zeros(key.shape[0], self.linear_attention.shape.num_heads, *key.shape[2:])
         inputs = MechanismInputs(query, key, value, mask, scaling, True, positions, gates)
-        return self.linear_attention.absorb(inputs, state)
-
-    def _current_state(self, state_layer: LinearAttentionStateLayer | None, scaling: float) -> State | None:
-        if state_layer is None:
-            return None
-        if state_layer.pending is not None:
-            state_layer.absorbed(self._absorb(state_layer.pending, scaling, state_layer.state_at_crop))
-        return state_layer.state
-
-    def _wants_weights(self, kwargs: Mapping[str, Any]) -> bool:
-        return bool(
-            kwargs.get("output_attentions")
-            or getattr(self.model_config, "output_attentions", False)
-            or collects_attentions()
-        )
+        state_layer.absorbed(self.linear_attention.absorb(inputs, state_layer.state_at_crop))
 
     def _refuse_some_heads(self, num_heads: int) -> None:
         """Refuse a share of the heads: tensor parallel plans split heads, but not parameters that are per head."""
@@ -380,11 +353,11 @@ class LinearizedCrossAttention(LinearizedAttention):
         super()._refuse_arguments({name: value for name, value in kwargs.items() if name != "position_bias"})
 
     def _read_mask(
-        self, mask: torch.Tensor | None, key: torch.Tensor, seen: int | torch.Tensor, is_causal: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        self, mask: torch.Tensor, key: torch.Tensor, seen: int | torch.Tensor, is_causal: bool
+    ) -> torch.Tensor | None:
         """Read the mask of the keys, equal for all queries; after the first step the keys are in the state."""
-        if mask is None or key.shape[2] == 0:
-            return None, None
+        if key.shape[2] == 0:
+            return None
         is_shared = mask.ndim == 4 and mask.shape[0] == 1
         if mask.shape[-1] != key.shape[2] or not (is_shared or mask.shape[0] == key.shape[0]):
             raise ValueError(
@@ -400,7 +373,7 @@ class LinearizedCrossAttention(LinearizedAttention):
                     "honour; keep it softmax (setting `cross_attention`)."
                 )
             visible = rows[:, 0].expand(key.shape[0], -1).contiguous()
-        return visible, None
+        return visible
 
     def _attend(self, inputs: MechanismInputs, state_layer: LinearAttentionStateLayer | None) -> torch.Tensor:
         """Attend; new keys, if any, are the whole other sequence, from which the state is made anew."""
@@ -412,5 +385,5 @@ class LinearizedCrossAttention(LinearizedAttention):
             inputs = inputs._replace(attention_mask=hidden, **padded)
         output, new_state = self.linear_attention(inputs._replace(is_causal=False), state)
         if state_layer is not None and state is None:
-            state_layer.extend(new_state, num_keys)
+            state_layer.store(new_state, num_keys)
         return output

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..mechanisms.base import MechanismInputs
-from ..torch_kernels.attention import is_tracing
+from ..torch_kernels.blocks import is_tracing
 from .transformers_internals import mask_functions
 
 

@@ -118,8 +118,14 @@ def is_stateful(model: Any) -> bool:
     return model._is_stateful
 
 
-def collects_attentions() -> bool:
-    """Whether the forward that is running returns attention weights because of `output_attentions`."""
+def wants_attentions(kwargs: Mapping[str, Any], config: Any) -> bool:
+    """Whether the forward that is running is to return attention weights (`output_attentions`).
+
+    Args:
+        kwargs: what the stock layer passes to its attention function.
+    """
+    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
+        return True
     collector = _active_collector.get()
     return collector is not None and "attentions" in collector
 

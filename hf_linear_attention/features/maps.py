@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..torch_kernels.attention import is_eager
 from ..torch_kernels.blocks import (
     ELU_PLUS_ONE,
     EXP,
@@ -29,6 +28,7 @@ from ..torch_kernels.blocks import (
     KernelMap,
     accumulated,
     accumulation_dtype,
+    is_eager,
     with_dtype,
 )
 from ..torch_kernels.causal import ElementwiseMap
@@ -146,17 +146,8 @@ def relu_plus_epsilon(x: torch.Tensor) -> torch.Tensor:
     return x.relu() + 1e-3
 
 
-def squared_relu_plus_epsilon(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2 + 1e-3: the activation of Primer 2021 as a feature map, with the constant of `relu_plus_epsilon`."""
-    return x.relu().square() + 1e-3
-
-
 def _slope_of_relu(x: torch.Tensor) -> torch.Tensor:
     return (x > 0).to(x.dtype)
-
-
-def _slope_of_squared_relu(x: torch.Tensor) -> torch.Tensor:
-    return 2 * x.relu()
 
 
 class EluFeatureMap(ElementwiseFeatureMap):
@@ -173,12 +164,6 @@ class ReluFeatureMap(ElementwiseFeatureMap):
     """phi(x) = relu(x) + 1e-3 (Performer 2020, generalised attention)."""
 
     function, slope = staticmethod(relu_plus_epsilon), staticmethod(_slope_of_relu)
-
-
-class SquaredReluFeatureMap(ElementwiseFeatureMap):
-    """phi(x) = relu(x)^2 + 1e-3."""
-
-    function, slope = staticmethod(squared_relu_plus_epsilon), staticmethod(_slope_of_squared_relu)
 
 
 class TaylorFeatureMap(FeatureMap):
@@ -220,9 +205,10 @@ class LearnedFeatureMap(FeatureMap):
         unscaled, root = self.unscaled_map(), math.sqrt(scaling)
         if unscaled is None:
             return None
-        query, key = (x._replace(weight=x.weight * root) for x in cast(Any, (unscaled.query, unscaled.key)))
+        query, key = cast(Affine, unscaled.query), cast(Affine, unscaled.key)
         norm = None if key.norm is None else key.norm * scaling
-        return unscaled._replace(query=query, key=key._replace(norm=norm))
+        key = Affine(key.weight * root, key.bias, norm)
+        return KernelMap(unscaled.function, Affine(query.weight * root), key)
 
     def _project(self, x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
         dtype = accumulation_dtype(x)
@@ -280,9 +266,9 @@ class ExpFeatureMap(LearnedFeatureMap):
 
     def unscaled_map(self) -> KernelMap:
         """The C kernels compute these exponents as affine maps."""
-        parts = (self.query_projection, self.key_projection, self.key_bias, self.key_norm_weight)
-        query, *key = (with_dtype(part, torch.float32) for part in parts)
-        return KernelMap(EXP, Affine(query), Affine(*key))
+        weight, bias = with_dtype(self.key_projection, torch.float32), with_dtype(self.key_bias, torch.float32)
+        key = Affine(weight, bias, with_dtype(self.key_norm_weight, torch.float32))
+        return KernelMap(EXP, Affine(with_dtype(self.query_projection, torch.float32)), key)
 
 
 class HedgehogFeatureMap(LearnedFeatureMap):
@@ -304,11 +290,7 @@ class HedgehogFeatureMap(LearnedFeatureMap):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start with W = identity; further columns are orthonormal random vectors."""
-        width = self.num_features // 2
-        start = torch.eye(self.head_dim, width, dtype=torch.float32, device="cpu")
-        if width > self.head_dim:  # columns that start equal would stay equal
-            extra = orthogonal_random_matrix(width - self.head_dim, self.head_dim, generator).T
-            start[:, self.head_dim :] = extra / extra.norm(dim=0)
+        start = identity_start(self.head_dim, self.num_features // 2, generator)
         init.copy_(self.query_projection, start.expand_as(self.query_projection))
         init.copy_(self.key_projection, start.expand_as(self.key_projection))
 
@@ -372,6 +354,15 @@ def squared_norm(x: torch.Tensor) -> torch.Tensor:
     return norm.square()
 
 
+def identity_start(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """The identity `[rows, columns]`; further columns are orthonormal, because those that start equal stay equal."""
+    start = torch.eye(rows, columns, dtype=torch.float32, device="cpu")
+    if columns > rows:
+        extra = orthogonal_random_matrix(columns - rows, rows, generator).T
+        start[:, rows:] = extra / extra.norm(dim=0)
+    return start
+
+
 def orthogonal_random_matrix(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
     """A random matrix `[rows, columns]` of Haar orthogonal blocks, its rows scaled to the norms of Gaussian vectors.
 
@@ -393,7 +384,6 @@ def orthogonal_random_matrix(rows: int, columns: int, generator: torch.Generator
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "elu1": EluFeatureMap,
     "relu": ReluFeatureMap,
-    "squared_relu": SquaredReluFeatureMap,
     "taylor": TaylorFeatureMap,
     "exp": ExpFeatureMap,
     "hedgehog": HedgehogFeatureMap,

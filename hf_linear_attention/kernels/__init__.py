@@ -1,2 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels: registered operators, their checks, and the implementations in C and on CUDA. No checkpoint has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def register_kernels() -> None:
+    """Register all kernels of this package as implementations of the functions in `torch_kernels`."""
+    from ..torch_kernels.implementations import register_implementations
+    from .checks import check_attention
+    from .cpu import in_large_pages
+    from .delta import check_arguments, delta, delta_step
+    from .fla import gpu_kernel
+    from .hybrid import hybrid, hybrid_step, window
+    from .operators import attention, attention_step, elu_plus_one, makes_features, slot_attention
+
+    functions: dict[str, Any] = {
+        "attention": attention,
+        "attention_step": attention_step,
+        "check_attention": check_attention,
+        "check_delta": check_arguments,
+        "elu_plus_one": elu_plus_one,
+        "gated_delta": delta,
+        "gated_delta_step": delta_step,
+        "gpu_kernel": gpu_kernel,
+        "hybrid": hybrid,
+        "hybrid_step": hybrid_step,
+        "in_large_pages": in_large_pages,
+        "makes_features": makes_features,
+        "slot_attention": slot_attention,
+        "window": window,
+    }
+    register_implementations(2, functions)

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from ..torch_kernels.blocks import EXP, HEDGEHOG, PLAIN, accumulation_dtype
+from ..torch_kernels.blocks import EXP, HEDGEHOG, accumulation_dtype
 
 
-Shape = tuple["int | None", ...]
-
-
-def check_shape(name: str, tensor: Tensor | None, *shapes: Shape, like: Tensor) -> None:
-    """Check that a tensor has one of these shapes (None: any length) and is on the device of `like`, the queries.
+def check_shape(name: str, tensor: Tensor | None, *shapes: tuple[int, ...], like: Tensor) -> None:
+    """Check that a tensor has one of these shapes and is on the device of `like`, the queries.
 
     Raises:
         ValueError: if it does not, with the actual and the expected shape or device.
@@ -28,16 +24,11 @@ def check_shape(name: str, tensor: Tensor | None, *shapes: Shape, like: Tensor) 
         return
     if tensor.device != like.device:
         raise ValueError(f"`{name}` is on {tensor.device} and the queries are on {like.device}; move one of them.")
-    got = tensor.shape
-    for shape in shapes:
-        if len(got) == len(shape) and all(n is None or n == m for n, m in zip(shape, got)):
-            return
-    allowed = " or ".join(f"[{', '.join('any' if n is None else str(n) for n in shape)}]" for shape in shapes)
+    allowed = " or ".join(str(list(shape)) for shape in shapes)
+    advice = " A cache of another batch size has to be repeated first (`cache.batch_repeat_interleave(n)`)."
     raise ValueError(
-        f"`{name}` has the shape {list(got)}, and with queries of shape {list(like.shape)} it must have {allowed}. A "
-        "cache of another batch size has to be repeated first (`cache.batch_repeat_interleave(n)`)."
-        if name == "state"
-        else f"`{name}` has the shape {list(got)}, and with queries of shape {list(like.shape)} it must have {allowed}."
+        f"`{name}` has the shape {list(tensor.shape)}, and with queries of shape {list(like.shape)} it must have "
+        f"{allowed}.{advice if name == 'state' else ''}"
     )
 
 
@@ -62,10 +53,9 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int, in
             f"Queries, keys and values have {query.ndim}, {key.ndim} and {value.ndim} axes; each must be "
             "[batch, heads, length, head_dim]."
         )
-    batch, heads = query.shape[:2]
-    kv_heads, length = key.shape[1:3]
-    check_shape("key", key, (batch, None, None, None), like=query)
-    check_shape("value", value, (batch, kv_heads, length, None), like=query)
+    batch, heads, kv_heads = query.shape[0], query.shape[1], key.shape[1]
+    check_shape("key", key, (batch, *key.shape[1:]), like=query)
+    check_shape("value", value, (*key.shape[:3], value.shape[3]), like=query)
     if not kv_heads or heads % kv_heads:
         raise ValueError(
             f"Got {heads} query heads and {kv_heads} key/value heads; the first must be a multiple of the second."
@@ -118,7 +108,7 @@ def check_attention(
             f"Got {query.shape[2]} queries and {key.shape[2]} keys; causal attention needs as many keys as queries, "
             "because the state holds the older keys."
         )
-    check_shape("query", query, (batch, heads, None, key.shape[3]), like=query)
+    check_shape("query", query, (*query.shape[:3], key.shape[3]), like=query)
     if function not in range(4):
         raise ValueError(f"`function` = {function} is not one of 0 (none), 1 (elu + 1), 2 (exp) and 3 (Hedgehog).")
     if (key_weight is None) != (query_weight is None):
@@ -133,7 +123,7 @@ def check_attention(
         columns = key.shape[3]
     else:
         columns = key_weight.shape[-1] if key_weight.ndim else 0
-        check_shape("key_weight", key_weight, *((n, key.shape[3], None) for n in (kv_heads, 1)), like=query)
+        check_shape("key_weight", key_weight, *((n, key.shape[3], columns) for n in (kv_heads, 1)), like=query)
         check_shape("query_weight", query_weight, *((n, query.shape[3], columns) for n in (heads, 1)), like=query)
         check_shape("key_bias", key_bias, *((n, 1, columns) for n in (kv_heads, 1)), like=query)
         check_shape("key_norm", key_norm, *((n, 1, 1) for n in (kv_heads, 1)), like=query)
@@ -148,35 +138,7 @@ def check_attention(
     return features
 
 
-def check_step(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
-) -> None:
-    """`check_attention` for one new token, with a fast path for valid arguments.
-
-    Raises:
-        ValueError: for the first invalid argument.
-    """
-    device = query.device
-    if query.ndim == key.ndim == value.ndim == 4 and log_decay is None:
-        (batch, heads, length, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
-        is_usual = (
-            length == 1
-            and features
-            and key.shape == (batch, kv_heads, 1, features)
-            and value.shape == (batch, kv_heads, 1, width)
-            and state.shape == (batch, kv_heads, features, width + 1 + log_features)
-            and kv_heads
-            and heads % kv_heads == 0
-            and state.dtype == torch.float32
-            and value.dtype != torch.float64
-            and key.device == value.device == state.device == device
-        )
-        if is_usual and query.is_floating_point() and key.is_floating_point() and value.is_floating_point():
-            return
-    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, EXP if log_features else PLAIN, True)
-
-
-def check_state(name: str, state: Tensor, shape: Shape, query: Tensor, value: Tensor) -> None:
+def check_state(name: str, state: Tensor, shape: tuple[int, ...], query: Tensor, value: Tensor) -> None:
     """Check that a state has this shape and the accumulation dtype of the values.
 
     Raises:
@@ -190,46 +152,28 @@ def check_state(name: str, state: Tensor, shape: Shape, query: Tensor, value: Te
         )
 
 
-def check_results(query: Tensor, **results: tuple[Tensor | None, Shape, torch.dtype]) -> None:
-    """Check the results of a forward pass, or their gradients, each given as `(tensor, shape, dtype)`.
+def check_results(query: Tensor, made: Sequence[Tensor | None], **results: Tensor | None) -> None:
+    """Check results of a forward pass, or their gradients, each by the tensor of `made` in its place.
+
+    Args:
+        made: tensors with the shape and dtype of the result, on any device (on `meta` they take no memory).
 
     Raises:
         ValueError: for the first tensor of another shape or dtype.
     """
-    for name, (tensor, shape, dtype) in results.items():
-        check_shape(name, tensor, shape, like=query)
-        if tensor is not None and tensor.dtype != dtype:
-            raise ValueError(f"`{name}` is {tensor.dtype}; it must be {dtype}, as in the forward pass.")
+    for (name, tensor), like in zip(results.items(), made):
+        if tensor is None or like is None:
+            continue
+        check_shape(name, tensor, tuple(like.shape), like=query)
+        if tensor.dtype != like.dtype:
+            raise ValueError(f"`{name}` is {tensor.dtype}; it must be {like.dtype}, as in the forward pass.")
 
 
-def check_attention_results(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    features: int,
-    function: int,
-    grad_output: Tensor | None,
-    grad_denominator: Tensor | None,
-    grad_state: Tensor | None,
-    output: Tensor,
-    denominator: Tensor,
-    needed: Sequence[bool],
-) -> None:
-    """Check what the operator `attention_backward` takes in addition to the arguments of `attention`.
+def check_needed(needed: Sequence[bool], count: int) -> None:
+    """Check the last argument of a backward operator.
 
     Raises:
-        ValueError: for the first invalid argument.
+        ValueError: if it does not say for each of `count` tensors whether its gradient is needed.
     """
-    (batch, heads, length, _), kv_heads, width = query.shape, key.shape[1], value.shape[3]
-    by_head, per_query = (batch, length, heads, width), (batch, kv_heads, heads // kv_heads, length, 1)
-    dtype = accumulation_dtype(value)
-    check_results(
-        query,
-        grad_output=(grad_output, by_head, query.dtype),
-        grad_denominator=(grad_denominator, per_query, dtype),
-        grad_state=(grad_state, (batch, kv_heads, features, width + 1 + (function >= EXP)), dtype),
-        output=(output, by_head, query.dtype),
-        denominator=(denominator, per_query, dtype),
-    )
-    if len(needed) != 10:
-        raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the 10 tensors.")
+    if len(needed) != count:
+        raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the {count} tensors.")

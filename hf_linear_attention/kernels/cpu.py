@@ -3,8 +3,8 @@
 
 The libraries are in the folder of the installed package `hf_linear_attention`, one per instruction set. A checkpoint
 carries none of them; its code finds those of the package without importing it. Nothing is compiled here. The functions
-of this file pass addresses to C, so only the operators (`kernels.operators`, `kernels.hybrid`, `kernels.slots`,
-`kernels.delta`), which check every size first, may call them.
+of this file pass addresses to C, so only the operators (`kernels.operators`, `kernels.hybrid`, `kernels.delta`), which
+check every size first, may call them.
 
 If there are fewer key/value heads than cores, attention is computed in parts. In the forward pass a long sequence is
 cut: each part first sums its own keys, and then attends with the merged state of the parts before it (in the
@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..torch_kernels.blocks import EMPTY_MAXIMUM, EXP, merge_states
+from ..torch_kernels.blocks import EMPTY_MAXIMUM, EXP, merge_states, needs_plain
 
 
 logger = logging.getLogger(__name__)
@@ -331,29 +332,6 @@ def _call(
     return call, batch * heads
 
 
-def run_plain_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    state: torch.Tensor,
-    output: torch.Tensor,
-    new_state: torch.Tensor,
-) -> None:
-    """One token with plain features: dense `query [B, H, 1, F]`, `key [B, Hkv, 1, F]` and `value [B, Hkv, 1, W]`."""
-    (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
-    addresses = [tensor.data_ptr() for tensor in (query, key, value, state, output, new_state)]
-    library().plain_step(*addresses, batch * kv_heads, heads // kv_heads, features, width)
-
-
-def run_delta_step(*tensors: torch.Tensor, erases: bool) -> None:
-    """One token of the delta rule with dense tensors: query, key, value, log decay, beta, state, output, new state."""
-    query, key, value, log_decay = tensors[:4]
-    batch, kv_heads, _, features = key.shape
-    heads, decays = batch * kv_heads, 1 if log_decay.ndim == 3 else features
-    sizes = (heads, query.shape[1] // kv_heads, features, value.shape[3], decays, erases)
-    library().delta_step(*[tensor.data_ptr() for tensor in tensors], *sizes)
-
-
 def run_step(
     name: str,
     shape: Sequence[int],
@@ -376,11 +354,6 @@ def run_step(
     arguments = () if scaling is None else (ctypes.c_float(scaling),)
     if getattr(library(), name)(sizes, addresses, *arguments):
         raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")
-
-
-def run_elu_plus_one(x: torch.Tensor, output: torch.Tensor) -> None:
-    """elu(x) + 1 of a dense tensor, in its memory order."""
-    library().elu_plus_one(x.data_ptr(), output.data_ptr(), x.numel())
 
 
 def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
@@ -410,8 +383,8 @@ def _described(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array:
                 f"Tensor {place} of a C kernel is {tensor.dtype} on {tensor.device} with {tensor.ndim} axes; C reads "
                 "float32, bfloat16 and bool in memory, with five axes."
             )
-        size = tensor.element_size()
-        numbers += (tensor.data_ptr(), *(size * stride for stride in tensor.stride()[:4]), size)
+        size, (batch, head, group, row, _) = tensor.element_size(), tensor.stride()
+        numbers += (tensor.data_ptr(), size * batch, size * head, size * group, size * row, size)
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
@@ -426,3 +399,49 @@ def _libc() -> Any:
 def _threads(count: int, process: int) -> ThreadPoolExecutor:
     """A thread pool per process, because threads do not survive a fork."""
     return ThreadPoolExecutor(count, thread_name_prefix="linear_attention")
+
+
+# C pads heads to 16 columns; heads narrower than this (`aft` has 1 column) are faster in torch.
+NARROWEST = 4
+
+
+FLOAT32 = (torch.float32,)
+
+
+def without_dispatcher(registered: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The `function` of an operator without gradients, or the operator itself if a torch dispatch mode is active.
+
+    A step of one token takes 20 to 100 us, of which the dispatcher takes 2 to 6.
+    """
+    is_watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    return registered if is_watched else function
+
+
+def takes_attention(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, features: int) -> bool:
+    """Whether C computes: on a CPU, without packed sequences, empty tensors, narrow heads or very wide rows."""
+    is_packed = key_mask is not None and key_mask.dtype != torch.bool
+    if is_packed or not query.ndim == key.ndim == value.ndim == 4:
+        return False
+    widths = query.shape[-1], value.shape[-1]
+    if min(widths) < NARROWEST or max(*widths, features) > MOST_COLUMNS or not key.numel():
+        return False
+    return takes(query, key, value, dtypes=NATIVE_DTYPES)
+
+
+def refuse_without_library(*tensors: Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_DTYPES) -> None:
+    """Raise NotImplementedError if the C kernels do not support these tensors."""
+    if not takes(*tensors, dtypes=dtypes):
+        raise NotImplementedError(
+            "There is no C kernel for these tensors on this machine; `hf_linear_attention.kernel_backend()` says why. "
+            "Call the functions of hf_linear_attention.torch_kernels.attention, which fall back to torch."
+        )
+
+
+def takes_step(*tensors: Tensor, in_graphs: bool = False) -> bool:
+    """Whether the C kernels compute a step of one token for these tensors, without gradients only.
+
+    With `in_graphs`, they do so in the graphs of torch.compile too, as one operator.
+    """
+    if torch.is_grad_enabled() or needs_plain(tensors[0]) or (torch.compiler.is_compiling() and not in_graphs):
+        return False
+    return takes(*tensors)

@@ -15,27 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_kernels.attention import needs_plain
-from ..torch_kernels.blocks import accumulation_dtype, with_dtype
+from ..torch_kernels.blocks import accumulation_dtype, needs_plain, with_dtype
 from ..torch_kernels.causal import gradients_with_graph
 from ..torch_kernels.delta import plain_delta
-from .checks import check_heads, check_mask, check_results, check_shape, check_state
-from .cpu import in_large_pages, run_attention, run_delta_step
-from .delta_fla import delta_on_gpu, takes_on_gpu
-from .operators import (
-    FLOAT32,
-    Operator,
-    autograd_in_operator,
-    gradients_of,
-    grouped,
-    or_nothing,
+from .checks import check_heads, check_mask, check_needed, check_results, check_shape, check_state
+from .cpu import (
+    in_large_pages,
+    library,
     refuse_without_library,
-    register,
+    run_attention,
     takes_attention,
     takes_step,
-    with_rows,
     without_dispatcher,
 )
+from .fla import delta_on_gpu, takes_on_gpu
+from .operators import Operator, gradients_in_torch, grouped, or_nothing, register, saving, with_rows
 
 
 # The fewest columns of values that a thread computes alone, where there are fewer key/value heads than threads.
@@ -75,20 +69,9 @@ def delta(given: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
     return delta_on_gpu(*given[:6]) if takes_on_gpu(*given) else None
 
 
-def in_torch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor | None,
-    erases: bool,
-) -> tuple[Tensor, Tensor]:
+def _in_torch(*given: Any) -> tuple[Tensor, Tensor]:
     """The operator `gated_delta` without C: on CUDA by fla-core, or in plain operations."""
-    given = (query, key, value, log_decay, beta, state)
-    if takes_on_gpu(*given, erases):
-        return delta_on_gpu(*given)
-    return plain_delta(*given, erases)
+    return _dense(delta_on_gpu(*given[:6]) if takes_on_gpu(*given) else plain_delta(*given))
 
 
 def takes_delta(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -104,8 +87,6 @@ def check_delta(
     Raises:
         ValueError: for the first invalid argument.
     """
-    if _is_usual(query, key, value, log_decay, beta, state):
-        return
     batch, heads, kv_heads = check_heads(query, key, value)
     per_token, (features, width) = (batch, kv_heads, query.shape[2]), (key.shape[3], value.shape[3])
     check_shape("query", query, (batch, heads, key.shape[2], features), like=query)
@@ -118,33 +99,13 @@ def check_delta(
         check_state("state", state, (batch, kv_heads, features, width), query, value)
 
 
-def _is_usual(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None) -> bool:
-    """Whether everything fits and is float32 on a CPU, in as few comparisons as possible: a step takes 100 us."""
-    if not query.ndim == key.ndim == value.ndim == 4 or state is None:
-        return False
-    for x in (query, key, value, log_decay, beta, state):
-        if x.dtype != torch.float32 or not x.is_cpu:
-            return False
-    (batch, heads, length, features), (_, kv_heads, _, _), width = query.shape, key.shape, value.shape[3]
-    per_token = (batch, kv_heads, length)
-    return (
-        key.shape == (*per_token, features)
-        and value.shape == (*per_token, width)
-        and log_decay.shape in (per_token, (*per_token, features))
-        and beta.shape == per_token
-        and state.shape == (batch, kv_heads, features, width)
-        and kv_heads > 0
-        and heads % kv_heads == 0
-    )
-
-
 def _delta(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, erases: bool
 ) -> tuple[Tensor, Tensor]:
     """The operator behind `gated_delta`; its output is `[B, N, H, D]`, as models read it."""
     check_delta(query, key, value, log_decay, beta, state)
     if not takes_delta(query, key, value):
-        return _dense(in_torch(query, key, value, log_decay, beta, state, erases))
+        return _in_torch(query, key, value, log_decay, beta, state, erases)
     output, new_state = _fake_delta(query, key, value, log_decay, beta, state, erases)
     arguments = _arguments(query, key, value, log_decay, beta, state)
     results = (grouped(in_large_pages(output).transpose(1, 2), key.shape[1]), new_state.unsqueeze(2))
@@ -163,6 +124,10 @@ def _fake_delta(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, erases: bool
 ) -> tuple[Tensor, Tensor]:
     check_delta(query, key, value, log_decay, beta, state)
+    return _new_results(query, key, value)
+
+
+def _new_results(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     (batch, heads, length, features), kv_heads, width = query.shape, key.shape[1], value.shape[3]
     output = query.new_empty(batch, length, heads, width, dtype=accumulation_dtype(value))
     return output, output.new_empty(batch, kv_heads, features, width)
@@ -202,9 +167,13 @@ def _delta_backward(grad_output: Tensor | None, grad_state: Tensor | None, *give
     *inputs, erases, needed = given
     query, key, value, log_decay, beta, state = inputs
     check_delta(query, key, value, log_decay, beta, state)
-    check_delta_results(query, key, value, grad_output, grad_state, needed)
+    made = _new_results(query.to("meta"), key.to("meta"), value.to("meta"))
+    check_results(query, made, grad_output=grad_output, grad_state=grad_state)
+    check_needed(needed, 6)
     if not takes_delta(query, key, value):
-        return _gradients_in_torch((grad_output, grad_state), inputs, erases, needed)
+        wanted = (True,) * 5 + (needed[5],)  # as C makes them
+        found = gradients_in_torch(lambda *x: _in_torch(*x, erases), inputs, wanted, (grad_output, grad_state))
+        return [grad.contiguous() for grad in found]
     grads = [in_large_pages(x) for x in _fake_delta_backward(grad_output, grad_state, *given)]
     in_float32 = [with_dtype(x, torch.float32) for x in grads[3:5]]  # C writes decays and beta so
     incoming = (
@@ -212,9 +181,9 @@ def _delta_backward(grad_output: Tensor | None, grad_state: Tensor | None, *give
         None if grad_state is None else with_rows(grad_state).unsqueeze(2),
     )
     results: Any = (*grads[:3], *in_float32, grads[5] if grads[5].numel() else None)
-    made = _arguments(*results)
+    computed = _arguments(*results)
     arguments = _arguments(query, key, value, log_decay, beta, state)
-    parts = _parts((*arguments, None, None, *incoming, *made), query, key, value)
+    parts = _parts((*arguments, None, None, *incoming, *computed), query, key, value)
     if len(parts) > 1:
         for part in parts:
             for place in SHARED:
@@ -222,7 +191,7 @@ def _delta_backward(grad_output: Tensor | None, grad_state: Tensor | None, *give
     run_attention("delta_backward", (arguments[3].shape[-1], erases, True), *parts)
     if len(parts) > 1:
         for place in SHARED:
-            made[place - SHARED[0]].copy_(sum(part[place] for part in parts))
+            computed[place - SHARED[0]].copy_(sum(part[place] for part in parts))
     return [*grads[:3], *(with_dtype(x, y.dtype) for x, y in zip(in_float32, (log_decay, beta))), grads[5]]
 
 
@@ -236,57 +205,12 @@ def _fake_delta_backward(grad_output: Tensor | None, grad_state: Tensor | None, 
     ]
 
 
-def check_delta_results(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad_output: Tensor | None,
-    grad_state: Tensor | None,
-    needed: Sequence[bool],
-) -> None:
-    """Check what the operator `gated_delta_backward` takes in addition to the arguments of `gated_delta`.
-
-    Raises:
-        ValueError: for the first invalid argument.
-    """
-    (batch, heads, length, features), (kv_heads, width) = query.shape, value.shape[1::2]
-    dtype = accumulation_dtype(value)
-    check_results(
-        query,
-        grad_output=(grad_output, (batch, length, heads, width), dtype),
-        grad_state=(grad_state, (batch, kv_heads, features, width), dtype),
-    )
-    if len(needed) != 6:
-        raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the 6 tensors.")
-
-
-def _gradients_in_torch(
-    incoming: Sequence[Tensor | None], inputs: Sequence[Any], erases: bool, needed: Sequence[bool]
-) -> list[Tensor]:
-    wanted = (True,) * 5 + (needed[5],)  # as C makes them
-    leaves: Any = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, wanted)]
-    given: Any = (*leaves, erases)
-    with autograd_in_operator():
-        outputs = _dense(in_torch(*given))
-    return [grad.contiguous() for grad in gradients_of(outputs, incoming, leaves)]
-
-
-def _save_delta(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    ctx.erases = inputs[6]
-    ctx.save_for_backward(*inputs[:6])
-    ctx.set_materialize_grads(False)
-
-
 def _differentiate_delta(ctx: Any, grad_output: Tensor | None, grad_state: Tensor | None) -> tuple[Tensor | None, ...]:
     inputs, needed = ctx.saved_tensors, [bool(need) for need in ctx.needs_input_grad[:6]]
     if torch.is_grad_enabled():
-
-        def plain(*leaves: Any) -> tuple[Tensor, Tensor]:
-            given: Any = (*leaves, ctx.erases)
-            return _dense(plain_delta(*given))
-
-        return *gradients_with_graph(plain, inputs, (grad_output, grad_state)), None
-    grads = OPERATORS.gated_delta_backward(grad_output, grad_state, *inputs, ctx.erases, needed)
+        incoming = (grad_output, grad_state)
+        return *gradients_with_graph(lambda *x: _dense(plain_delta(*x, *ctx.how)), inputs, incoming), None
+    grads = OPERATORS.gated_delta_backward(grad_output, grad_state, *inputs, *ctx.how, needed)
     return *(grad if need and x is not None else None for grad, need, x in zip(grads, needed, inputs)), None
 
 
@@ -298,10 +222,11 @@ def _delta_step(
     if query.shape[2] != 1:
         raise ValueError(f"Got {query.shape[2]} tokens; a step has one.")
     refuse_without_library(query, key, value)
-    refuse_without_library(state, dtypes=FLOAT32)
     given = [with_dtype(x, torch.float32).contiguous() for x in (query, key, value, log_decay, beta, state)]
     output, new_state = _fake_delta_step(query, key, value, log_decay, beta, state, erases)
-    run_delta_step(*given, output, new_state, erases=erases)
+    (batch, kv_heads, _, features), heads = key.shape, query.shape[1]
+    sizes = (batch * kv_heads, heads // kv_heads, features, value.shape[3], 1 if log_decay.ndim == 3 else features)
+    library().delta_step(*(x.data_ptr() for x in (*given, output, new_state)), *sizes, erases)
     return output, new_state
 
 
@@ -312,7 +237,7 @@ def _fake_delta_step(
 
 
 OPERATORS_OF_DELTA = {
-    "gated_delta": Operator(f"({DELTA}) -> (Tensor, Tensor)", _delta, _fake_delta, _differentiate_delta, _save_delta),
+    "gated_delta": Operator(f"({DELTA}) -> (Tensor, Tensor)", _delta, _fake_delta, _differentiate_delta, saving(6)),
     "gated_delta_backward": Operator(
         f"(Tensor? grad_output, Tensor? grad_state, {DELTA}, bool[] needed) -> Tensor[]",
         _delta_backward,

@@ -1,41 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of `hybrid`: exact softmax over a window and sinks, with gradients, and one whole decoding step.
+"""The operators of `hybrid`: the window and the sinks alone, these and the far keys, and one whole decoding step.
 
-Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, D head_dim, F features, W head dimension of
-the values, w tokens of a window.
+`window_attention` is exact softmax over a window and sinks. In `joint_attention`, far keys have a share in the same
+denominator. Two kernels take turns with the same memory there, in both directions: far keys leave their output where
+the kernel of the window completes it, and far gradients are what those of the window are added to. Keys are read where
+they stand, without padding, and rotary frequencies that the feature map must not see are taken back a block at a time.
+
+           sinks           far                        window
+    keys   0 1 2 3 | 4 5 ......... i - w | i - w + 1 ..... i
+
+Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, L rows of keys, D head_dim, F features, W
+head dimension of the values, s sinks, w tokens of a window, R pairs of columns that are turned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..features.maps import half_squared_norm
 from ..mechanisms.base import MechanismInputs, State
 from ..mechanisms.hybrid import HybridAttention
-from ..mechanisms.window import WindowState
-from ..torch_kernels.attention import needs_plain
-from ..torch_kernels.blocks import EXP, HEDGEHOG, accumulation_dtype, with_dtype
+from ..mechanisms.window import Line, WindowState
+from ..torch_kernels.attention import in_torch
+from ..torch_kernels.blocks import (
+    EMPTY_MAXIMUM,
+    EXP,
+    HEDGEHOG,
+    accumulated,
+    accumulation_dtype,
+    needs_plain,
+    with_dtype,
+)
 from ..torch_kernels.causal import gradients_with_graph
-from ..torch_kernels.window import plain_window
-from .checks import check_heads, check_results, check_shape
-from .cpu import in_large_pages, run_attention, run_step, takes
-from .operators import (
-    Operator,
-    Tensors,
-    autograd_in_operator,
-    gradients_of,
-    grouped,
-    or_nothing,
+from ..torch_kernels.window import join, log_size, plain_window
+from .checks import check_attention, check_heads, check_needed, check_results, check_shape
+from .cpu import (
+    attend,
+    differentiate,
+    in_large_pages,
     refuse_without_library,
-    register,
+    run_attention,
+    run_step,
+    takes,
     takes_attention,
     takes_step,
-    with_rows,
     without_dispatcher,
+)
+from .operators import (
+    Operator,
+    arguments_of_map,
+    gradient_like,
+    gradients_in_torch,
+    grouped,
+    memory_per_head,
+    or_nothing,
+    register,
+    saving,
+    shared_gradients,
+    with_rows,
 )
 
 
@@ -126,11 +153,11 @@ def _window(
     given = (query, key, value, visible, sink_key, sink_value, seen, sink_query)
     width = check_window(*given)
     if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
-        return tuple(x.contiguous() for x in _window_laid_out(*plain_window(*given, scaling)))
+        return tuple(x.contiguous() for x in _window_in_torch(*given, scaling))
     output, size, largest = _new_window_outputs(*given)
     arguments = _window_arguments(scaling, *given)
     results = (grouped(in_large_pages(output).transpose(1, 2), key.shape[1]), size, largest)
-    run_attention("window_forward", (width, sink_key.shape[2], True), (*arguments, *results))
+    run_attention("window_forward", (width, sink_key.shape[2], True), (*arguments, None, None, *results))
     return output, size, largest
 
 
@@ -139,8 +166,9 @@ def _takes_window(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, *s
     return bool(query.shape[2]) and takes_attention(query, key, value, visible, 1) and takes(*sinks)
 
 
-def _window_laid_out(output: Tensor, size: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The results in the layout of the operator."""
+def _window_in_torch(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator in torch, with results in its layout."""
+    output, size, largest = plain_window(*given)
     return output.flatten(1, 2).transpose(1, 2), size, largest
 
 
@@ -148,8 +176,8 @@ def _new_window_outputs(query: Tensor, key: Tensor, value: Tensor, *others: Any)
     (batch, heads, length, _), kv_heads = query.shape, key.shape[1]
     dtype = accumulation_dtype(query)
     output = query.new_empty(batch, length, heads, value.shape[-1], dtype=dtype)
-    size, largest = (output.new_empty(batch, kv_heads, heads // kv_heads, length, 1) for _ in range(2))
-    return output, size, largest
+    size = output.new_empty(batch, kv_heads, heads // kv_heads, length, 1)
+    return output, size, torch.empty_like(size)
 
 
 def _fake_window(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,14 +189,18 @@ def _window_backward(grad_output: Tensor | None, grad_size: Tensor | None, *give
     *inputs, scaling, output, size = given
     width = check_window(*inputs)
     query, key, value, visible, sink_key, sink_value, _, sink_query = inputs
-    check_window_results(query, key, value, grad_output, grad_size, output, size)
+    made = _new_window_outputs(query.to("meta"), key.to("meta"), value.to("meta"))[:2]
+    check_results(query, (*made, *made), grad_output=grad_output, grad_log_size=grad_size, output=output, log_size=size)
     if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
-        return _window_gradients_in_torch((grad_output, grad_size), inputs, scaling)
+        grads = gradients_in_torch(
+            lambda *x: _window_in_torch(*x, scaling), inputs, (True,) * 8, (grad_output, grad_size, None)
+        )
+        return [grads[place].contiguous() for place in (0, 1, 2, 4, 5, 7)]
     kv_heads = key.shape[1]
     grads = [in_large_pages(x.new_empty(x.shape)) for x in (query, key, value, sink_key, sink_value)]
     grad_sink_query = None if sink_query is None else sink_query.new_zeros(sink_query.shape)
     grad_output = None if grad_output is None else grouped(with_rows(grad_output).transpose(1, 2), kv_heads)
-    made = (
+    computed = (
         grouped(grads[0], kv_heads),
         *(grad.unsqueeze(2) for grad in grads[1:]),
         None if grad_sink_query is None else grouped(grad_sink_query, kv_heads),
@@ -176,7 +208,9 @@ def _window_backward(grad_output: Tensor | None, grad_size: Tensor | None, *give
     arguments = _window_arguments(scaling, *inputs)
     results = (grouped(output.transpose(1, 2), kv_heads), size, None)
     incoming = (grad_output, None if grad_size is None else grad_size.contiguous())
-    run_attention("window_backward", (width, sink_key.shape[2], True), (*arguments, *results, *incoming, *made))
+    run_attention(
+        "window_backward", (width, sink_key.shape[2], True), (*arguments, None, None, *results, *incoming, *computed)
+    )
     return [*grads, or_nothing(grad_sink_query, query)]
 
 
@@ -187,32 +221,14 @@ def _fake_window_backward(grad_output: Tensor | None, grad_size: Tensor | None, 
     return [*grads, query.new_empty(0) if sink_query is None else sink_query.new_empty(sink_query.shape)]
 
 
-def _window_gradients_in_torch(incoming: Tensors, inputs: Sequence[Any], scaling: float) -> list[Tensor]:
-    leaves: Any = [x.detach().requires_grad_() if x is not None and x.is_floating_point() else x for x in inputs]
-    with autograd_in_operator():
-        outputs = _window_laid_out(*plain_window(*(*leaves, scaling)))
-    grads = gradients_of(outputs, (*incoming, None), leaves)
-    return [grad.contiguous() for grad, x in zip(grads, leaves) if x is None or x.requires_grad]
-
-
-def _save_window(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    ctx.scaling = inputs[8]
-    ctx.save_for_backward(*inputs[:8], output[0], output[1])
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-
-
 def _differentiate_window(
     ctx: Any, grad_output: Tensor | None, grad_size: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
     *inputs, output, size = ctx.saved_tensors
     if torch.is_grad_enabled():
-
-        def plain(*leaves: Any) -> tuple[Tensor, Tensor, Tensor]:
-            return _window_laid_out(*plain_window(*(*leaves, ctx.scaling)))
-
-        return *gradients_with_graph(plain, inputs, (grad_output, grad_size, None)), None
-    found = OPERATORS.window_attention_backward(grad_output, grad_size, *inputs, ctx.scaling, output, size)
+        incoming = (grad_output, grad_size, None)
+        return *gradients_with_graph(lambda *x: _window_in_torch(*x, *ctx.how), inputs, incoming), None
+    found = OPERATORS.window_attention_backward(grad_output, grad_size, *inputs, *ctx.how, output, size)
     query, key, value, sink_key, sink_value, sink_query = found
     grads = (query, key, value, None, sink_key, sink_value, None, sink_query if inputs[7] is not None else None)
     return *grads, None
@@ -228,28 +244,17 @@ def _window_arguments(
     sink_value: Tensor,
     seen: Tensor,
     sink_query: Tensor | None,
+    sink_turn: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """The arguments of the C kernel, with five axes each."""
+    """The arguments of the C kernel for window and sinks, up to the angles of the sinks, with five axes each."""
     kv_heads = key.shape[1]
     scale = query.new_full((1,) * 5, scaling, dtype=torch.float32)
     numbers = (visible[:, None, None, :, None], seen[:, None, None], scale)
     visible, seen, scale = (with_rows(x).expand(query.shape[0], kv_heads, -1, -1, -1) for x in numbers)
-    key, value, sink_key, sink_value = (with_rows(x).unsqueeze(2) for x in (key, value, sink_key, sink_value))
+    keys = [with_rows(x).unsqueeze(2) for x in (key, value, sink_key, sink_value)]
     sink_query = None if sink_query is None else grouped(with_rows(sink_query), kv_heads)
-    return [
-        grouped(with_rows(query), kv_heads),
-        key,
-        value,
-        visible,
-        sink_key,
-        sink_value,
-        seen,
-        sink_query,
-        scale,
-        None,
-        None,
-        None,
-    ]
+    turn = _table(sink_turn, query, kv_heads)
+    return [grouped(with_rows(query), kv_heads), *keys[:2], visible, *keys[2:], seen, sink_query, scale, turn]
 
 
 def _hybrid_step(*given: Any) -> list[Tensor]:
@@ -265,9 +270,8 @@ def _hybrid_step(*given: Any) -> list[Tensor]:
         The tensors of the new state, then one float32 tensor `[B H (2 W + 3)]`, which `step_parts` splits.
     """
     check_hybrid_step(*given)
-    results = _fake_hybrid_step(*given)
-    _run_hybrid_step(given, [x.contiguous() for x in given[STEP_STATE]], results)
-    return results
+    new_state = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[STEP_STATE]]
+    return [*new_state, _run_hybrid_step(given, new_state)]
 
 
 def _hybrid_step_(*given: Any) -> Tensor:
@@ -277,13 +281,13 @@ def _hybrid_step_(*given: Any) -> Tensor:
     for x in state:
         if not x.is_contiguous():
             raise ValueError(f"`state` has a tensor with strides {tuple(x.stride())}; it must be dense.")
-    parts = _fake_hybrid_step_(*given)
-    _run_hybrid_step(given, state, [*state, parts])
-    return parts
+    return _run_hybrid_step(given, state)
 
 
-def _run_hybrid_step(given: Sequence[Any], state: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+def _run_hybrid_step(given: Sequence[Any], new_state: Sequence[Tensor]) -> Tensor:
+    """Write the new state, and return the parts of the output."""
     query, key, value, sink_query, *rest = given[:STEP_STATE]
+    state = given[STEP_STATE]
     *joint, function, scaling = given[STEP_STATE + 1 :]
     refuse_without_library(query, key, value, sink_query)
     (batch, heads), kv_heads = query.shape[:2], key.shape[1]
@@ -292,15 +296,16 @@ def _run_hybrid_step(given: Sequence[Any], state: Sequence[Tensor], results: Seq
     shape = (
         *(batch, kv_heads, heads // kv_heads, state[1].shape[2], state[4].shape[2]),
         *(key.shape[3], state[0].shape[2], value.shape[3], function),
-        *(x.element_size() for x in (query, key, value)),
+        *(query.element_size(), key.element_size(), value.element_size()),
     )
     no_positions = (None,) * (8 - len(state))
     numbers = (query, key, value, sink_query, *rest, *state, *no_positions, *joint)
     dense = [x if x is None or x.is_contiguous() else x.contiguous() for x in numbers]
     rows, width = batch * heads, value.shape[3]
     offsets = [0, rows * width, rows * (width + 1), rows * (width + 2), rows * (2 * width + 2)]
-    *new_state, parts = results
+    parts = _fake_hybrid_step_(*given)
     run_step("hybrid_step", shape, (*dense, *new_state, *no_positions, parts), scaling, offsets)
+    return parts
 
 
 def step_parts(parts: Tensor, query: Tensor, key: Tensor, width: int) -> list[Tensor]:
@@ -341,45 +346,20 @@ def check_window(
     Raises:
         ValueError: for the first invalid argument.
     """
-    batch, heads, kv_heads = check_heads(query, key, value)
+    batch, _, kv_heads = check_heads(query, key, value)
     length, places = query.shape[2], key.shape[2]
-    check_shape("query", query, (batch, heads, length, key.shape[3]), like=query)
     if places < max(length, 1):
         raise ValueError(f"Got {places} keys for {length} queries; every query needs at least one key of its own.")
+    check_shape("query", query, (*query.shape[:3], key.shape[3]), like=query)
     check_shape("visible", visible, (batch, places), like=query)
-    check_shape("sink_key", sink_key, (batch, kv_heads, None, key.shape[3]), like=query)
-    sinks = sink_key.shape[2]
+    sinks = sink_key.shape[2] if sink_key.ndim == 4 else 0
+    check_shape("sink_key", sink_key, (batch, kv_heads, sinks, key.shape[3]), like=query)
     check_shape("sink_value", sink_value, (batch, kv_heads, sinks, value.shape[3]), like=query)
     check_shape("seen", seen, (batch, length, sinks), like=query)
     check_shape("sink_query", sink_query, tuple(query.shape), like=query)
     if visible.dtype != torch.bool or seen.dtype != torch.bool:
         raise ValueError(f"`visible` and `seen` are {visible.dtype} and {seen.dtype}; both must be bool.")
     return places - length + 1
-
-
-def check_window_results(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad_output: Tensor | None,
-    grad_log_size: Tensor | None,
-    output: Tensor,
-    log_size: Tensor,
-) -> None:
-    """Check what the operator `window_attention_backward` takes in addition to the arguments of `window_attention`.
-
-    Raises:
-        ValueError: for the first invalid argument.
-    """
-    (batch, heads, length, _), kv_heads, dtype = query.shape, key.shape[1], accumulation_dtype(query)
-    by_head, per_query = (batch, length, heads, value.shape[3]), (batch, kv_heads, heads // kv_heads, length, 1)
-    check_results(
-        query,
-        grad_output=(grad_output, by_head, dtype),
-        grad_log_size=(grad_log_size, per_query, dtype),
-        output=(output, by_head, dtype),
-        log_size=(log_size, per_query, dtype),
-    )
 
 
 def check_hybrid_step(
@@ -398,9 +378,10 @@ def check_hybrid_step(
     (batch, heads), kv_heads = query.shape[:2], key.shape[1]
     if len(state) != (7 if position is None else 8):
         raise ValueError(f"Got a state of {len(state)} tensors; a state of `hybrid` has 7, or 8 with positions.")
-    sums, window_key, window_value, kind, sink_key, sink_value, num_seen, *window_position = state
+    sums, window_key, window_value, kind, sink_key, sink_value, num_seen = state[:7]
     dim, width, device = key.shape[3], value.shape[3], query.device
-    places, sinks = (x.shape[2] if x.ndim == 4 else 0 for x in (window_key, sink_key))
+    places = window_key.shape[2] if window_key.ndim == 4 else 0
+    sinks = sink_key.shape[2] if sink_key.ndim == 4 else 0
     columns = key_weight.shape[-1] if key_weight.ndim else 0
     features = columns * (1 + (function == HEDGEHOG))
     expected = (
@@ -425,7 +406,7 @@ def check_hybrid_step(
         ("state", sink_value, (batch, kv_heads, sinks, width), value.dtype),
         ("state", num_seen, (batch, 1), torch.int64),
         ("position", position, (batch, 1), torch.int32),
-        *(("state", x, (batch, places), torch.int32) for x in window_position),
+        ("state", None if position is None else state[7], (batch, places), torch.int32),
     )
     for name, tensor, shape, dtype in expected:
         if tensor is None:
@@ -439,14 +420,361 @@ def check_hybrid_step(
     if function not in (EXP, HEDGEHOG) or (function == HEDGEHOG and not (key_bias is None and key_norm is None)):
         raise ValueError(f"Got `function` = {function}; it must be 2 (exp), or 3 (Hedgehog) without bias and norm.")
     if not places or not dim or not columns:
+        raise ValueError(f"Got a window of {places}, keys of {dim} and weights of {columns} columns; none may be 0.")
+
+
+# Pairs of columns: the first column, the step from pair to pair, and the distance within a pair.
+Pairs = Sequence[int]
+
+
+NO_PAIRS = (0, 1, 0)
+
+
+JOINT = (
+    "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor sink_key, Tensor sink_value, Tensor seen, "
+    "Tensor? query_turn, Tensor? key_turn, Tensor? sink_turn, Tensor? log_decay, Tensor? state, Tensor key_weight, "
+    "Tensor? key_bias, Tensor? key_norm, Tensor query_weight, Tensor log_scale, Tensor norm_weight, int function, "
+    "int window, float scaling, int[] pairs, int[] sink_pairs"
+)
+
+
+TENSORS = 18  # of which these can have gradients
+
+
+DIFFERENTIABLE = (0, 1, 2, 4, 5, *range(10, 18))
+
+
+class Given(NamedTuple):
+    """The arguments of the operator.
+
+    `key` has N rows, one for each query, or `window` rows more, of tokens before the first query; only then can there
+    be a `state` of still older tokens. `visible` is False where a key belongs neither to the window nor to the far
+    keys. A turn `[B or 1, N or L, 2 R]` (float32) holds the cosines and then the sines of the angles by which the
+    pairs of columns of queries or keys are turned before the feature map (or, of queries, before the sinks) sees them;
+    they are constants without gradient.
+    A far key weighs exp(log_scale - norm_weight scaling |q|^2 / 2) phi(q)·phi(k), a near one exp(scaling q·k).
+    """
+
+    query: Tensor  # [B, H, N, D]
+    key: Tensor  # [B, Hkv, L, D]
+    value: Tensor  # [B, Hkv, L, W]
+    visible: Tensor  # [B, L] bool
+    sink_key: Tensor  # [B, Hkv, s, D]
+    sink_value: Tensor  # [B, Hkv, s, W]
+    seen: Tensor  # [B, N, s] bool
+    query_turn: Tensor | None
+    key_turn: Tensor | None
+    sink_turn: Tensor | None
+    log_decay: Tensor | None  # [Hkv]
+    state: Tensor | None  # [B, Hkv, F, W + 2]
+    key_weight: Tensor  # see `torch_kernels.blocks.KernelMap`
+    key_bias: Tensor | None
+    key_norm: Tensor | None
+    query_weight: Tensor
+    log_scale: Tensor  # [H]
+    norm_weight: Tensor  # [H]
+    function: int
+    window: int
+    scaling: float
+    pairs: Pairs
+    sink_pairs: Pairs
+
+    @property
+    def before(self) -> int:
+        """The number of keys before the first query."""
+        return self.key.shape[2] - self.query.shape[2]
+
+    @property
+    def ranges(self) -> tuple[int, int]:
+        """The first query that has far keys, and the number of keys that are far from some query."""
+        length = self.query.shape[2]
+        first = min(self.window - self.before, length)
+        return first, length - first
+
+    def far(self) -> tuple[Any, ...]:
+        """The arguments of the operator `attention` for far keys, and the queries that have some."""
+        first, num_far = self.ranges
+        key, value, mask = self.key[:, :, :num_far], self.value[:, :, :num_far], self.visible[:, :num_far]
+        affine = self.key_weight, self.key_bias, self.key_norm, self.query_weight
+        return self.query[:, :, first:], key, value, mask, self.log_decay, self.state, *affine, self.function, True
+
+
+def hybrid(
+    mechanism: HybridAttention,
+    inputs: MechanismInputs,
+    line: Line,
+    sinks: tuple[Tensor, ...],
+    seen: Tensor,
+    sums: Tensor | None,
+) -> tuple[Tensor, Tensor | None] | None:
+    """The operator for the keys of `line` (see `WindowAttention._at_once`), at once or in a graph, where C takes them.
+
+    Returns:
+        The output `[B, H, N, W]` in the accumulation dtype, and the state after the keys that have left the window.
+
+    Raises:
+        ValueError: if the shapes, dtypes or devices do not match.
+    """
+    query, scaling, positions = inputs.query, inputs.scaling, cast(Tensor, inputs.positions)
+    visible, features = line.kind, mechanism.feature_map.num_features
+    if needs_plain(query) or not takes_attention(query, line.key, line.value, visible, features):
+        return None
+    constants, kernel_map = mechanism.mix.kernel_parameters(), mechanism.feature_map.kernel_map(scaling)
+    if constants is None or kernel_map is None:
+        return None
+    turns: Any = (None, None)
+    pairs, move = NO_PAIRS, mechanism.move_to_sinks(query, positions)
+    if mechanism.shift is not None:
+        turn = mechanism.shift.table(-positions)
+        is_same = line.position is inputs.positions
+        turns = turn, turn if is_same else mechanism.shift.table(-cast(Tensor, line.position))
+        pairs = mechanism.shift.pairs
+    to_sinks, sink_pairs = None, NO_PAIRS
+    if move is not None and mechanism.to_sinks is not None:
+        to_sinks, sink_pairs = mechanism.to_sinks.table(move), mechanism.to_sinks.pairs
+    maps: Any = (*cast(Any, kernel_map.key), cast(Any, kernel_map.query).weight)
+    log_decay = None if mechanism.decay is None else mechanism.decay()
+    how: Any = (kernel_map.function, mechanism.window_size, scaling, pairs, sink_pairs)
+    tensors: Any = (query, line.key, line.value, visible, *sinks, seen, *turns, to_sinks, log_decay, sums)
+    given: list[Any] = [*tensors, *maps, *constants, *how]
+    output, _, _, sums = OPERATORS.joint_attention(*given)
+    return output.transpose(1, 2), sums
+
+
+def _joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = Given(*arguments)
+    features = check_joint(given)
+    refuse_without_library(*given[:3], *given[4:6], given.key_weight)
+    output, size, total, state = _new_results(given, features)
+    kv_heads, (first, num_far) = given.key.shape[1], given.ranges
+    in_large_pages(output)
+    scale = torch.empty_like(total)
+    rows = grouped(output.transpose(1, 2), kv_heads)
+    total[:, :, :, :first] = 0
+    if num_far:
+        results = (rows[:, :, :, first:], total[:, :, :, first:], scale[:, :, :, first:], state.unsqueeze(2))
+        turned = _turned(given.query_turn, given.pairs)
+        attend((features, given.function, True), (*_far_arguments(given), *results), turned)
+    elif given.state is not None:
+        state.copy_(given.state)
+    else:
+        state.zero_()
+        state[..., -1] = EMPTY_MAXIMUM
+    near = (*_window_arguments(given.scaling, *given[:7], None, given.sink_turn), total, scale, rows, size, None)
+    how = (given.window, given.sink_key.shape[2], True)
+    run_attention("window_forward", how, near, turned=_turned(given.sink_turn, given.sink_pairs))
+    return output, size, total, state
+
+
+def _fake_joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = Given(*arguments)
+    return _new_results(given, check_joint(given))
+
+
+def _new_results(given: Given, features: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (batch, heads, length, _), kv_heads, width = given.query.shape, given.key.shape[1], given.value.shape[3]
+    output = given.query.new_empty(batch, length, heads, width, dtype=accumulation_dtype(given.query))
+    size = output.new_empty(batch, kv_heads, heads // kv_heads, length, 1)
+    return output, size, torch.empty_like(size), output.new_empty(batch, kv_heads, features, width + 2)
+
+
+def _joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *arguments: Any) -> list[Tensor]:
+    *tensors, output, size, total, needed = arguments
+    given = Given(*tensors)
+    features = check_joint(given)
+    query, key, value = (x.to("meta") for x in given[:3])
+    like_output, like_size, _, like_state = _new_results(given._replace(query=query, key=key, value=value), features)
+    computed = {"output": output, "log_size": size, "denominator": total}
+    expected = (like_output, like_state, like_output, like_size, like_size)
+    check_results(given.query, expected, grad_output=grad_output, grad_state=grad_state, **computed)
+    for name, x in computed.items():
+        if not x.is_contiguous():
+            raise ValueError(f"`{name}` is not dense; pass it as `joint_attention` returned it.")
+    check_needed(needed, TENSORS)
+    refuse_without_library(*given[:3], *given[4:6], given.key_weight)
+    kv_heads, (first, num_far) = given.key.shape[1], given.ranges
+    grads = [in_large_pages(gradient_like(x)) for x in (given.query, given.key, given.value)]
+    sink_grads = [x.new_empty(x.shape) for x in (given.sink_key, given.sink_value)]
+    grads[0][:, :, :first] = 0
+    grads[1][:, :, num_far:] = grads[2][:, :, num_far:] = 0
+    made = [grouped(grads[0], kv_heads), *(grad.unsqueeze(2) for grad in grads[1:])]
+    grad_rows = None if grad_output is None else grouped(with_rows(grad_output).transpose(1, 2), kv_heads)
+    rows = grouped(output.transpose(1, 2), kv_heads)
+    maps: list[Tensor | None] = [None] * 8
+    if not num_far and needed[11] and given.state is not None and grad_state is not None:  # the state leaves as it came
+        maps[7] = grad_state.clone().unsqueeze(2)
+    if num_far:
+        described = _far_arguments(given)
+        # Of decay, key map, query map and state, per batch member and head.
+        wanted = [needed[10], *needed[12:18], needed[11]]
+        maps = memory_per_head(described[4:12], wanted)
+        parts = (made[0][:, :, :, first:], *(grad[:, :, :, :num_far] for grad in made[1:]))
+        incoming = None if grad_rows is None else grad_rows[:, :, :, first:]
+        results = (rows[:, :, :, first:], total[:, :, :, first:], None, None)
+        of_state = None if grad_state is None else grad_state.contiguous().unsqueeze(2)
+        far = (*described, *results, incoming, None, of_state, *parts, *maps)
+        differentiate((features, given.function, True), far, _turned(given.query_turn, given.pairs))
+    described = _window_arguments(given.scaling, *given[:7], None, given.sink_turn)
+    near = (*described, total, None, rows, size, None, grad_rows, None, *made)
+    how = (given.window, given.sink_key.shape[2], True)
+    sinks = (*(grad.unsqueeze(2) for grad in sink_grads), None)
+    run_attention("window_backward", how, (*near, *sinks), turned=_turned(given.sink_turn, given.sink_pairs))
+    scale, norm = (None if x is None else x.flatten(1).sum(0) for x in maps[5:7])
+    norm = None if norm is None else (norm * given.scaling).to(given.norm_weight.dtype)
+    scale = None if scale is None else scale.to(given.log_scale.dtype)
+    shared = shared_gradients(maps, given.log_decay, given[12:16])
+    return [or_nothing(x, given.query) for x in (*grads, *sink_grads, *shared, scale, norm)]
+
+
+def _fake_joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *arguments: Any) -> list[Tensor]:
+    needed = arguments[-1]
+    given = Given(*arguments[:-4])
+    check_joint(given)
+    tensors: Any = [given[place] for place in DIFFERENTIABLE]
+    _, num_far = given.ranges
+    dense = [gradient_like(x) for x in tensors[:3]] + [x.new_empty(x.shape) for x in tensors[3:5]]
+    others = [
+        x.new_empty(x.shape)
+        if x is not None and needed[place] and (num_far or (place == 11 and grad_state is not None))
+        else None
+        for x, place in zip(tensors[5:], DIFFERENTIABLE[5:])
+    ]
+    return [or_nothing(x, given.query) for x in (*dense, *others)]
+
+
+def check_joint(given: Given) -> int:
+    """Check the arguments of the operator and return F, the number of features.
+
+    Raises:
+        ValueError: for the first invalid argument.
+    """
+    query, key, window = given.query, given.key, given.window
+    check_window(*given[:7], None)
+    heads, length, rows = query.shape[1], query.shape[2], key.shape[2]
+    if (
+        window < 1
+        or not length * key.numel()
+        or given.before not in (0, window)
+        or (given.state is not None and not given.before)
+    ):
         raise ValueError(
-            f"Got a window of {places}, keys of {dim} and weights of {columns} columns; each must be at least 1."
+            f"Got {length} queries, {rows} keys, a window of {window}, {'no' if given.state is None else 'a'} state; "
+            "there must be a key for every query, and with a state `window` keys before them."
         )
+    for name, x in (("log_scale", given.log_scale), ("norm_weight", given.norm_weight)):
+        check_shape(name, x, (heads,), like=query)
+    if given.function < EXP:
+        raise ValueError(f"`function` = {given.function} is not one of 2 (exp) and 3 (Hedgehog).")
+    _check_turn("sink_turn", given.sink_turn, length, given.sink_pairs, query)
+    _check_turn("query_turn", given.query_turn, length, given.pairs, query)
+    _check_turn("key_turn", given.key_turn, rows, given.pairs, query)
+    widths = [None if turn is None else turn.shape[-1] for turn in (given.query_turn, given.key_turn)]
+    if widths[0] != widths[1]:
+        raise ValueError("`query_turn` and `key_turn` must turn the same pairs; pass both or neither.")
+    return check_attention(*given.far())
+
+
+def _check_turn(name: str, turn: Tensor | None, rows: int, pairs: Pairs, query: Tensor) -> None:
+    if turn is None:
+        return
+    check_shape(name, turn, *((batch, rows, turn.shape[-1]) for batch in (1, query.shape[0])), like=query)
+    count, (start, step, distance) = turn.shape[2] // 2, pairs
+    is_apart = (step == 1 and distance >= count) or (step == 2 and distance == 1)
+    last = start + (count - 1) * step + distance
+    if turn.dtype != torch.float32 or turn.shape[2] % 2 or start < 0 or not is_apart or last >= query.shape[3]:
+        raise ValueError(
+            f"`{name}` is {turn.dtype} with {turn.shape[2]} columns for the pairs {tuple(pairs)} of {query.shape[3]} "
+            "columns; it must be float32, with a cosine and a sine for each pair that there is."
+        )
+
+
+def _differentiate_joint(
+    ctx: Any, grad_output: Tensor | None, _: Any, __: Any, grad_state: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    *inputs, output, size, total = ctx.saved_tensors
+    needed = [bool(need) for need in ctx.needs_input_grad[:TENSORS]]
+    if torch.is_grad_enabled():
+        grads = gradients_with_graph(lambda *x: plain_joint(Given(*x, *ctx.how)), inputs, (grad_output, grad_state))
+    else:
+        found = iter(
+            OPERATORS.joint_attention_backward(grad_output, grad_state, *inputs, *ctx.how, output, size, total, needed)
+        )
+        grads = [next(found) if place in DIFFERENTIABLE else None for place in range(TENSORS)]
+    # Without far keys there are no gradients of what belongs to them.
+    grads = [
+        grad if need and grad is not None and grad.shape == x.shape else None
+        for grad, need, x in zip(grads, needed, inputs)
+    ]
+    return *grads, *(None for _ in ctx.how)
+
+
+def plain_joint(given: Given) -> tuple[Tensor, Tensor]:
+    """What the operator computes, in plain torch operations: the output `[B, N, H, W]` and the state."""
+    before, window, kv_heads = given.before, given.window, given.key.shape[1]
+    query = accumulated(given.query)
+    to_sinks = None if given.sink_turn is None else _turn(query, given.sink_turn, given.sink_pairs)
+    near_key, near_value = (F.pad(x, (0, 0, window - 1 - before, 0)) for x in (given.key, given.value))
+    visible = F.pad(given.visible, (window - 1 - before, 0))
+    sinks = given.sink_key, given.sink_value, given.seen
+    output, size, _ = plain_window(query, near_key, near_value, visible, *sinks, to_sinks, given.scaling)
+    far_query, far_key = query, accumulated(given.key)
+    if given.query_turn is not None and given.key_turn is not None:
+        far_query, far_key = (
+            _turn(x, turn, given.pairs) for x, turn in ((query, given.query_turn), (far_key, given.key_turn))
+        )
+    length = query.shape[2]
+    far_key, far_value = (
+        F.pad(x, (0, 0, window - before, 0))[:, :, :length] for x in (far_key, accumulated(given.value))
+    )
+    mask = F.pad(given.visible, (window - before, 0))[:, :length]
+    _, _, _, _, decay, state, *how = given.far()
+    scale: Any  # not None, because the features are given as logarithms
+    far, total, scale, state = in_torch(far_query, far_key, far_value, mask, decay, state, *how, plain=True)
+    half = query.square().sum(dim=-1, keepdim=True) * (given.scaling / 2)
+    log_scale, norm = (x.to(query.dtype)[:, None, None] for x in (given.log_scale, given.norm_weight))
+    far_size = log_size(total, scale) + (log_scale - norm * half).unflatten(1, (kv_heads, -1))
+    return join((output, size), (far, far_size))[0].flatten(1, 2).transpose(1, 2), state
+
+
+def _turn(x: Tensor, turn: Tensor, pairs: Pairs) -> Tensor:
+    """`x [B, heads, rows, D]` with its pairs of columns turned by `turn [B or 1, rows, 2 R]`."""
+    cosine, sine = turn.detach().to(x.dtype).unsqueeze(1).chunk(2, dim=-1)
+    start, step, distance = pairs
+    a = start + step * torch.arange(cosine.shape[-1], dtype=torch.long, device=x.device)
+    first, second = x[..., a], x[..., a + distance]
+    x = x.index_copy(-1, a, first * cosine - second * sine)
+    return x.index_copy(-1, a + distance, first * sine + second * cosine)
+
+
+def _far_arguments(given: Given) -> list[Tensor | None]:
+    """The arguments of the C kernel for far keys, up to the tables of angles."""
+    *tensors, _, _ = given.far()
+    norm = given.norm_weight * given.scaling
+    constants = given.log_scale[:, None, None], norm[:, None, None]
+    found = arguments_of_map(tensors, given.key.shape[1], constants)
+    query_turn, key_turn = (_table(x, given.query, given.key.shape[1]) for x in (given.query_turn, given.key_turn))
+    first, num_far = given.ranges
+    if query_turn is not None and key_turn is not None:
+        query_turn, key_turn = query_turn[:, :, :, first:], key_turn[:, :, :, :num_far]
+    return [*found[:-2], query_turn, key_turn]
+
+
+def _table(turn: Tensor | None, query: Tensor, kv_heads: int) -> Tensor | None:
+    return None if turn is None else with_rows(turn)[:, None, None].expand(query.shape[0], kv_heads, -1, -1, -1)
+
+
+def _turned(turn: Tensor | None, pairs: Pairs) -> tuple[int, ...]:
+    """What `run_attention` has to know of the columns that are turned."""
+    return (0, 0, 0, 0) if turn is None else (turn.shape[-1] // 2, *pairs)
 
 
 OPERATORS_OF_HYBRID = {
     "window_attention": Operator(
-        f"({WINDOW}) -> (Tensor, Tensor, Tensor)", _window, _fake_window, _differentiate_window, _save_window
+        f"({WINDOW}) -> (Tensor, Tensor, Tensor)",
+        _window,
+        _fake_window,
+        _differentiate_window,
+        saving(8, outputs=2, constants=[2]),
     ),
     "window_attention_backward": Operator(
         f"(Tensor? grad_output, Tensor? grad_log_size, {WINDOW}, Tensor output, Tensor log_size) -> Tensor[]",
@@ -455,5 +783,18 @@ OPERATORS_OF_HYBRID = {
     ),
     "hybrid_step": Operator(f"({STEP.format('Tensor[]')}) -> Tensor[]", _hybrid_step, _fake_hybrid_step),
     "hybrid_step_": Operator(f"({STEP.format('Tensor(a!)[]')}) -> Tensor", _hybrid_step_, _fake_hybrid_step_),
+    "joint_attention": Operator(
+        f"({JOINT}) -> (Tensor, Tensor, Tensor, Tensor)",
+        _joint,
+        _fake_joint,
+        _differentiate_joint,
+        saving(TENSORS, outputs=3, constants=[1, 2]),
+    ),
+    "joint_attention_backward": Operator(
+        f"(Tensor? grad_output, Tensor? grad_state, {JOINT}, Tensor output, Tensor log_size, Tensor denominator, "
+        "bool[] needed) -> Tensor[]",
+        _joint_backward,
+        _fake_joint_backward,
+    ),
 }
 OPERATORS = register(OPERATORS_OF_HYBRID)

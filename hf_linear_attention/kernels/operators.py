@@ -19,26 +19,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..torch_kernels.attention import in_torch, is_eager, needs_plain
-from ..torch_kernels.blocks import EXP, HEDGEHOG, PLAIN, accumulation_dtype, with_dtype
+from ..torch_kernels.attention import in_torch
+from ..torch_kernels.blocks import EXP, HEDGEHOG, PLAIN, accumulation_dtype, is_eager, needs_plain, with_dtype
 from ..torch_kernels.causal import gradients_with_graph
-from .checks import check_attention, check_attention_results, check_axes, check_step
+from .checks import (
+    check_attention,
+    check_axes,
+    check_heads,
+    check_needed,
+    check_results,
+    check_shape,
+)
 from .cpu import (
-    MOST_COLUMNS,
-    NATIVE_DTYPES,
+    FLOAT32,
     attend,
     differentiate,
     in_large_pages,
-    run_elu_plus_one,
-    run_plain_step,
+    library,
+    refuse_without_library,
+    run_attention,
     run_step,
     takes,
+    takes_attention,
+    takes_step,
+    without_dispatcher,
 )
 
 
-# C pads heads to 16 columns; heads narrower than this (`aft` has 1 column) are faster in torch.
-NARROWEST = 4
-FLOAT32 = (torch.float32,)
 NAMESPACE = "hf_linear_attention"
 ATTENTION = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? log_decay, Tensor? state, Tensor? key_weight, "
@@ -79,24 +86,20 @@ def register(operators: Mapping[str, Operator]) -> Any:
     return registered
 
 
-def without_dispatcher(registered: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The `function` of an operator without gradients, or the operator itself if a torch dispatch mode is active.
+def saving(tensors: int, outputs: int = 0, constants: Sequence[int] = ()) -> Callable[..., None]:
+    """What an operator keeps for its gradient: its first arguments, which are tensors, and the first of its results.
 
-    A step of one token takes 20 to 100 us, of which the dispatcher takes 2 to 6.
+    Args:
+        constants: the places of the results that have no gradient. The other arguments become `ctx.how`.
     """
-    is_watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    return registered if is_watched else function
 
+    def save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+        ctx.how = inputs[tensors:]
+        ctx.save_for_backward(*inputs[:tensors], *output[:outputs])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(output[place] for place in constants))
 
-def takes_attention(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, features: int) -> bool:
-    """Whether C computes: on a CPU, without packed sequences, empty tensors, narrow heads or very wide rows."""
-    is_packed = key_mask is not None and key_mask.dtype != torch.bool
-    if is_packed or not query.ndim == key.ndim == value.ndim == 4:
-        return False
-    widths = query.shape[-1], value.shape[-1]
-    if min(widths) < NARROWEST or max(*widths, features) > MOST_COLUMNS or not key.numel():
-        return False
-    return takes(query, key, value, dtypes=NATIVE_DTYPES)
+    return save
 
 
 def is_bare_hedgehog(function: int, key_weight: Tensor | None) -> bool:
@@ -114,9 +117,9 @@ def _attention(
     features = check_attention(query, key, value, key_mask, log_decay, state, *affine, *how)
     given = (query, key, value, key_mask, log_decay, state, *affine)
     if not takes_attention(query, key, value, key_mask, features) or is_bare_hedgehog(function, key_weight):
-        output, denominator, scale, state = in_torch(*given, *how)
+        output, denominator, scale, state = _in_torch(*given, *how)
         scale = denominator.new_empty(0) if scale is None else scale
-        return tuple(x.contiguous() for x in _laid_out(query, output, denominator, scale, state))
+        return tuple(x.contiguous() for x in (output, denominator, scale, state))
     output, denominator, scale, new_state = _new_outputs(query, key, value, features, function)
     output = in_large_pages(output)
     arguments = arguments_of_map(given, key.shape[1])
@@ -154,10 +157,15 @@ def _attention_backward(
     inputs = arguments[:10]
     query, key, value, key_mask, log_decay, _, *affine = inputs
     features = check_attention(*arguments)
-    incoming = (grad_output, grad_denominator, grad_state)
-    check_attention_results(query, key, value, features, arguments[10], *incoming, output, denominator, needed)
+    likes = _new_outputs(query.to("meta"), key.to("meta"), value.to("meta"), features, arguments[10])
+    results = {"grad_output": grad_output, "grad_denominator": grad_denominator, "grad_state": grad_state}
+    check_results(query, (*likes[:2], likes[3], *likes[:2]), **results, output=output, denominator=denominator)
+    check_needed(needed, 10)
     if not takes_attention(query, key, value, key_mask, features) or is_bare_hedgehog(arguments[10], affine[0]):
-        return _gradients_in_torch((grad_output, grad_denominator, grad_state), arguments, needed)
+        wanted = (True, True, True, *needed[3:])  # as C makes them
+        given_grads = (grad_output, grad_denominator, None, grad_state)
+        grads = gradients_in_torch(lambda *x: _in_torch(*x, *arguments[10:]), inputs, wanted, given_grads)
+        return [*grads[:3], *(grad.contiguous() for grad in grads[3:])]
     kv_heads = key.shape[1]
     described = arguments_of_map(inputs, kv_heads)
     # The C code always computes these three.
@@ -165,23 +173,32 @@ def _attention_backward(
     made = [grouped(grads[0], kv_heads), *(grad.unsqueeze(2) for grad in grads[1:])]
     # It computes these per batch member and head.
     wanted = (needed[4], *needed[6:10], False, False, needed[5])
-    others = [
-        torch.empty(argument.shape, dtype=torch.float32, device="cpu") if need and argument is not None else None
-        for argument, need in zip(described[4:], wanted)
-    ]
+    others = memory_per_head(described[4:], wanted)
     grad_output = None if grad_output is None else with_rows(grad_output).transpose(1, 2)
     incoming = (
         None if grad_output is None else grouped(grad_output, kv_heads),
         None if grad_denominator is None else grad_denominator.contiguous(),
         None if grad_state is None else grad_state.contiguous().unsqueeze(2),
     )
-    results = (grouped(output.transpose(1, 2), kv_heads), denominator, None, None)
-    differentiate((features, *given[10:12]), (*described, *results, *incoming, *made, *others))
-    grad_decay, *grad_affine, _, _, grad_first = others
-    grad_affine = [None if grad is None else gradient_of_map(grad, x) for grad, x in zip(grad_affine, affine)]
-    grad_decay = None if grad_decay is None else grad_decay.sum(0).reshape(log_decay.shape).to(log_decay.dtype)
-    grad_first = None if grad_first is None else grad_first.squeeze(2)
-    return [or_nothing(grad, query) for grad in (*grads, None, grad_decay, grad_first, *grad_affine)]
+    computed = (grouped(output.transpose(1, 2), kv_heads), denominator, None, None)
+    differentiate((features, *given[10:12]), (*described, *computed, *incoming, *made, *others))
+    return [or_nothing(grad, query) for grad in (*grads, None, *shared_gradients(others, log_decay, affine))]
+
+
+def memory_per_head(arguments: Tensors, needed: Sequence[bool]) -> list[Tensor | None]:
+    """Memory for gradients that C computes per batch member and head; None for those that are not needed."""
+    return [
+        torch.empty(x.shape, dtype=torch.float32, device="cpu") if need and x is not None else None
+        for x, need in zip(arguments, needed)
+    ]
+
+
+def shared_gradients(grads: Tensors, log_decay: Tensor | None, affine: Tensors) -> list[Tensor | None]:
+    """The gradients of the decay, the state and the feature map, from those per batch member and head."""
+    decay, first_state = grads[0], grads[-1]
+    decay = None if decay is None or log_decay is None else decay.sum(0).flatten().to(log_decay.dtype)
+    maps = [None if x is None or y is None else gradient_of_map(x, y) for x, y in zip(grads[1:], affine)]
+    return [decay, None if first_state is None else first_state.squeeze(2), *maps]
 
 
 def _fake_attention_backward(
@@ -198,20 +215,23 @@ def or_nothing(grad: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if grad is None else grad
 
 
-def _gradients_in_torch(incoming: Tensors, arguments: Sequence[Any], needed: Sequence[bool]) -> list[Tensor]:
-    inputs: list[Any] = [
+def _in_torch(*given: Any, plain: bool = False) -> tuple[Any, ...]:
+    """The operator in torch, with results in its layout."""
+    output, denominator, scale, state = in_torch(*given, plain=plain)
+    return output.flatten(1, 2).transpose(1, 2).to(given[0].dtype), denominator, scale, state
+
+
+def gradients_in_torch(
+    function: Callable[..., Any], inputs: Sequence[Any], needed: Sequence[bool], incoming: Tensors
+) -> list[Tensor]:
+    """The gradients of `inputs` through `function`, which computes the results of an operator in torch."""
+    leaves = [
         x.detach().requires_grad_(need) if isinstance(x, Tensor) and x.is_floating_point() else x
-        for x, need in zip(arguments[:10], (True, True, True, *needed[3:]))  # as C makes them
+        for x, need in zip(inputs, needed)
     ]
     with autograd_in_operator():
-        outputs = _laid_out(inputs[0], *in_torch(*inputs, *arguments[10:]))
-    grads = gradients_of(outputs, (incoming[0], incoming[1], None, incoming[2]), inputs)
-    return [*grads[:3], *(grad.contiguous() for grad in grads[3:])]
-
-
-def _laid_out(query: Tensor, output: Tensor, denominator: Tensor, scale: Any, state: Tensor) -> tuple[Any, ...]:
-    """The results in the layout of the operator."""
-    return output.flatten(1, 2).transpose(1, 2).to(query.dtype), denominator, scale, state
+        outputs = function(*leaves)
+    return gradients_of(outputs, incoming, leaves)
 
 
 def gradients_of(outputs: Tensors, incoming: Tensors, inputs: Sequence[Any]) -> list[Tensor]:
@@ -245,13 +265,6 @@ def autograd_in_operator() -> Iterator[None]:
         yield
 
 
-def _save_attention(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    ctx.how = inputs[10:]
-    ctx.save_for_backward(*inputs[:10], *output[:3])
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-
-
 def _differentiate_attention(
     ctx: Any, grad_output: Tensor | None, grad_denominator: Tensor | None, _: Any, grad_state: Tensor | None
 ) -> tuple[Tensor | None, ...]:
@@ -259,10 +272,10 @@ def _differentiate_attention(
     if torch.is_grad_enabled():
 
         def plain(*leaves: Any) -> tuple[Any, ...]:
-            output, total, own_scale, state = in_torch(*leaves, *ctx.how, plain=True)
+            output, total, own_scale, state = _in_torch(*leaves, *ctx.how, plain=True)
             if own_scale is not None:  # C divides a denominator by another constant
                 total = total * (own_scale - scale).exp()
-            return _laid_out(leaves[0], output, total, own_scale, state)
+            return output, total, own_scale, state
 
         grads = gradients_with_graph(plain, inputs, (grad_output, grad_denominator, None, grad_state))
     else:
@@ -314,33 +327,27 @@ def gradient_of_map(grad: Tensor, x: Tensor) -> Tensor:
     return grad.flatten(1, 2).sum(0).sum_to_size(x.shape).to(x.dtype)
 
 
-def refuse_without_library(*tensors: Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_DTYPES) -> None:
-    """Raise NotImplementedError if the C kernels do not support these tensors."""
-    if not takes(*tensors, dtypes=dtypes):
-        raise NotImplementedError(
-            "There is no C kernel for these tensors on this machine; `hf_linear_attention.kernel_backend()` says why. "
-            "Call the functions of hf_linear_attention.torch_kernels.attention, which fall back to torch."
-        )
-
-
 def _attention_step(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
 ) -> tuple[Tensor, Tensor]:
-    """See `torch_kernels.attention.attention_step`."""
-    check_step(query, key, value, state, log_decay, log_features)
+    """One new token of `torch_kernels.attention.kernel_attention`, without gradients."""
+    function = EXP if log_features else PLAIN
+    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, function, True)
+    if query.shape[2] != 1:
+        raise ValueError(f"Got {query.shape[2]} tokens; a step has one.")
     refuse_without_library(query, key, value)
-    refuse_without_library(state, dtypes=FLOAT32)
     query, key, value = (with_dtype(x, torch.float32) for x in (query, key, value))
     output, new_state = _fake_attention_step(query, key, value, state, log_decay, log_features)
     query, key, value, state = (x.contiguous() for x in (query, key, value, state))
+    (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
     if not log_features:
         if log_decay is not None:
             raise NotImplementedError(
-                "C has no step for plain features with a decay; use `torch_kernels.attention.attention_step`."
+                "C has no step for plain features with a decay; use `torch_kernels.attention.kernel_attention`."
             )
-        run_plain_step(query, key, value, state, output, new_state)
+        addresses = [x.data_ptr() for x in (query, key, value, state, output, new_state)]
+        library().plain_step(*addresses, batch * kv_heads, heads // kv_heads, features, width)
         return output, new_state
-    (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
     size = query.new_empty(batch, heads)
     log_decay = None if log_decay is None else log_decay.float().contiguous()
     shape = (batch, kv_heads, heads // kv_heads, 0, 0, 0, features, width, EXP, 4, 4, 4)
@@ -367,7 +374,7 @@ def _elu_plus_one(x: Tensor) -> Tensor:
     if not (x.is_contiguous() or x.transpose(1, -2).is_contiguous()):
         x = x.contiguous()
     output = torch.empty_like(x)
-    run_elu_plus_one(x, output)
+    library().elu_plus_one(x.data_ptr(), output.data_ptr(), x.numel())
     return output
 
 
@@ -413,21 +420,74 @@ def attention_step(
     return None
 
 
-def takes_step(*tensors: Tensor, in_graphs: bool = False) -> bool:
-    """Whether the C kernels compute a step of one token for these tensors, without gradients only.
-
-    With `in_graphs`, they do so in the graphs of torch.compile too, as one operator.
-    """
-    if torch.is_grad_enabled() or needs_plain(tensors[0]) or (torch.compiler.is_compiling() and not in_graphs):
-        return False
-    return takes(*tensors)
-
-
 def elu_plus_one(x: Tensor) -> Tensor | None:
     """The operator `elu_plus_one` where C takes `x`."""
     if not takes(x, dtypes=FLOAT32):
         return None
     return without_dispatcher(OPERATORS.elu_plus_one, _elu_plus_one)(x)
+
+
+def slot_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
+) -> torch.Tensor | None:
+    """The operator where C takes these tensors; None leaves checked arguments to torch.
+
+    torch's fused kernel is made for many queries and many keys; if no gradient is required, C takes two thirds of its
+    time.
+
+    Raises:
+        ValueError: if the shapes, dtypes or devices do not match.
+    """
+    check_slots(query, key, value, visible)
+    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if has_gradient or not is_eager(query) or not takes_attention(query, key, value, None, 1):
+        return None
+    step = without_dispatcher(OPERATORS.slot_attention, _slot_attention)
+    return step(query, key, value, visible, scaling).transpose(1, 2)
+
+
+def check_slots(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None) -> None:
+    """Check the arguments of the operator `slot_attention`.
+
+    Raises:
+        ValueError: for the first invalid argument.
+    """
+    batch, heads, kv_heads = check_heads(query, key, value)
+    check_shape("query", query, (batch, heads, query.shape[2], key.shape[3]), like=query)
+    if visible is None:
+        return
+    check_shape("visible", visible, *((b, h, key.shape[2]) for b in (batch, 1) for h in (kv_heads, 1)), like=query)
+    if visible.dtype != torch.bool:
+        raise ValueError(f"`visible` is {visible.dtype}; it must be bool, True where a key takes part.")
+
+
+def _slot_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """The operator behind `slot_attention`; its output is `[B, N, H, W]`."""
+    check_slots(query, key, value, visible)
+    refuse_without_library(query, key, value)
+    batch, length, kv_heads = query.shape[0], query.shape[2], key.shape[1]
+    output = in_large_pages(_fake_slot_attention(query, key, value, visible, scaling))
+    if not key.shape[2]:
+        return output.zero_()
+    are_few_keys = key.shape[2] <= length
+    # Scaled in float32: the softmax of logits near 100 would change if they were rounded to bfloat16.
+    query, key = (query, key.float() * scaling) if are_few_keys else (query.float() * scaling, key)
+    if visible is not None:
+        visible = visible[:, :, None, :, None].expand(batch, kv_heads, -1, -1, -1)
+    by_head = output.transpose(1, 2).unflatten(1, (kv_heads, -1))
+    query = with_rows(query).unflatten(1, (kv_heads, -1))
+    key, value = (with_rows(x).unsqueeze(2) for x in (key, value))
+    run_attention("slots_forward", (0, PLAIN, are_few_keys), (query, key, value, visible, by_head))
+    return output
+
+
+def _fake_slot_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    batch, heads, length, _ = query.shape
+    return query.new_empty(batch, length, heads, value.shape[-1])
 
 
 OPERATORS_OF_ATTENTION = {
@@ -436,7 +496,7 @@ OPERATORS_OF_ATTENTION = {
         _attention,
         _fake_attention,
         _differentiate_attention,
-        _save_attention,
+        saving(10, outputs=3, constants=[2]),
     ),
     "attention_backward": Operator(
         f"(Tensor? grad_output, Tensor? grad_denominator, Tensor? grad_state, {ATTENTION}, Tensor output, "
@@ -451,6 +511,11 @@ OPERATORS_OF_ATTENTION = {
         _fake_attention_step,
     ),
     "elu_plus_one": Operator("(Tensor x) -> Tensor", _elu_plus_one, _fake_elu_plus_one),
+    "slot_attention": Operator(
+        "(Tensor query, Tensor key, Tensor value, Tensor? visible, float scaling) -> Tensor",
+        _slot_attention,
+        _fake_slot_attention,
+    ),
 }
 _LOCK = threading.Lock()
 OPERATORS = register(OPERATORS_OF_ATTENTION)

@@ -26,10 +26,29 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from ..attention.segments import gather_tokens, inverse_order, real_first, without_padding
-from ..torch_kernels.attention import is_eager, kernel_attention, kernel_sums
-from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulation_dtype, largest_visible, normalize
-from .base import AttentionMechanism, LayerShape, MechanismInputs, OutputParts, State, mask_chunks
+from ..torch_kernels.attention import kernel_attention, map_attention
+from ..torch_kernels.blocks import (
+    EMPTY_MAXIMUM,
+    EXP,
+    KernelMap,
+    accumulated,
+    accumulation_dtype,
+    is_eager,
+    largest_visible,
+    normalize,
+)
+from .base import (
+    AttentionMechanism,
+    LayerShape,
+    MechanismInputs,
+    OutputParts,
+    State,
+    gather_tokens,
+    inverse_order,
+    mask_chunks,
+    real_first,
+    without_padding,
+)
 from .options import AftOptions
 
 
@@ -289,18 +308,13 @@ def _far(
 ) -> tuple[Scaled, torch.Tensor]:
     """Sums with w = 0 over the positions 0 .. t for each t < length, as in `_near`, and their state."""
     heads = key.shape[1]
-    key, value = _channels(key[:, :, :length]), _channels(value[:, :, :length])
-    parts: tuple[Any, ...] = kernel_sums(
-        torch.zeros_like(key),
-        key,
-        value,
-        log_features=True,
-        is_causal=True,
-        key_mask=real[:, :length],
-        state=state,
-    )
-    *scaled, state = parts
-    return tuple(x.squeeze(2).unflatten(1, (heads, -1)).transpose(2, 3) for x in scaled), state
+    key, value = _channels(accumulated(key[:, :, :length])), _channels(value[:, :, :length])
+    options: dict[str, Any] = {"is_causal": True, "key_mask": real[:, :length], "state": state}
+    found: tuple[Any, ...] = map_attention(KernelMap(EXP), torch.zeros_like(key), key, value, **options)
+    output, denominator, scale, state = found
+    sums = torch.cat((output.transpose(1, 2).unsqueeze(2) * denominator, denominator), dim=-1)
+    sums, scale = (x.squeeze(2).unflatten(1, (heads, -1)).transpose(2, 3) for x in (sums, scale))
+    return (sums, scale), state
 
 
 def _near(key: torch.Tensor, value: torch.Tensor, real: torch.Tensor, bias: torch.Tensor) -> Scaled:

@@ -11,8 +11,8 @@ c_i = exp(b - a scaling |q_i|^2 / 2), with b and a learned per head: constants o
 setting `normalization` has another form, which allows comparison with LoLCATs.
 
 With `far` = `gated_delta`, the exact part has its own denominator, and a gate per token and head mixes it with the
-output of the gated delta rule over all tokens so far (delta_rule.py): o_i = (1 - m_i) exact_i + m_i delta_i, with m =
-sigmoid(w h + b) of the hidden state h. With `both`, o_i from above takes the place of exact_i. At the start m is 1/50.
+output of the gated delta rule over all tokens so far (gated_delta.py): o_i = (1 - m_i) exact_i + m_i delta_i, with m =
+sigmoid(w h + b) of the hidden state h. At the start m is 1/50.
 
 In an encoder the window extends w - 1 tokens to either side, far keys are before and after it, and the first s tokens
 are global: they also attend to every key exactly (Longformer 2020, section 3.1).
@@ -20,11 +20,14 @@ are global: they also attend to every key exactly (Longformer 2020, section 3.1)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
 
 from ..features.maps import FEATURE_MAPS, half_squared_norm
 from ..positions.rotary import (
@@ -34,20 +37,25 @@ from ..positions.rotary import (
     taken_back,
     without_hidden,
 )
-from ..torch_kernels.attention import is_eager, kernel_sums, makes_features, map_attention, state_after
-from ..torch_kernels.blocks import accumulated, normalize, sized_step, with_dtype
+from ..torch_kernels.attention import makes_features, map_attention, state_after
+from ..torch_kernels.blocks import (
+    EMPTY_MAXIMUM,
+    EXP,
+    KernelMap,
+    accumulated,
+    is_eager,
+    sized_step,
+    with_dtype,
+)
 from ..torch_kernels.implementations import implemented
-from ..torch_kernels.window import NORMALIZATIONS, Part, log_size
+from ..torch_kernels.window import Part, joined_output, log_size
 from .base import LayerShape, MechanismInputs, State
-from .delta_rule import DeltaRule  # of the delta rule
-from .options import HybridOptions
+from .gated_delta import DeltaRule  # of the delta rule
+from .options import LINEAR, HybridOptions
 from .token_gates import SigmoidGate, hidden_size_of, scaled  # of the delta rule
-from .window import WindowAttention, WindowState
-from .window_keys import ORDINARY, Line
+from .window import ORDINARY, Line, WindowAttention, WindowState
 
 
-# The values of `far` with the kernel sum in the denominator of the window, and with the gated delta rule.
-LINEAR, DELTA, BOTH = "linear", "gated_delta", "both"
 # The share of the delta rule at the start, which leaves the untrained mechanism close to the window.
 INITIAL_SHARE = 0.02
 
@@ -55,9 +63,9 @@ INITIAL_SHARE = 0.02
 class HybridAttention(HybridOptions, WindowAttention):
     """Linear attention to far keys, exact softmax to a sliding window and to sink (global) tokens, in one sum.
 
-    The state consists of that of the delta rule (`[B, Hkv, F, D]`, float32, not with `far` = `linear`), the sums S, Z
-    and m of the tokens that have left the window (`[B, Hkv, F, D + 2]`, float32, not with `far` = `gated_delta`), and
-    the state of the window. If the feature map does not see all rotary frequencies, the positions of the window are
+    The state consists of that of the delta rule (`[B, Hkv, F, D]`, float32), or with `far` = `linear` the sums S, Z
+    and m of the tokens that have left the window (`[B, Hkv, F, D + 2]`, float32), and the state of the window. If the
+    feature map does not see all rotary frequencies, the positions of the window are
     kept as well, and the rotation of the other frequencies is undone when a key leaves the window.
     """
 
@@ -67,19 +75,17 @@ class HybridAttention(HybridOptions, WindowAttention):
         self.needs_positions = self.needs_positions or self.shift is not None
         self.feature_map: Any = None
         self.decay: LearnedDecay | None = None
-        if settings["far"] != DELTA:
-            self._add_linear(settings, shape)
         self.rule: Any = None
-        if settings["far"] != LINEAR:
+        if settings["far"] == LINEAR:
+            self._add_linear(settings, shape)
+        else:
             self._add_rule(settings, shape)
         self.joins_at_once = True  # False: the operators of the parts run one by one, so that `mix` sees them
         self.uses_far = True  # False leaves window and sinks only, to measure what the far keys contribute
 
     def _add_linear(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
-        feature_map = FEATURE_MAPS[settings["feature_map"]]
-        self.feature_map = feature_map(
-            shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"]
-        )
+        sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"])
+        self.feature_map = FEATURE_MAPS[settings["feature_map"]](*sizes)
         self.mix = NORMALIZATIONS[settings["normalization"]](shape.num_heads)
         self.has_sums, self.is_scale_constant = True, self.mix.is_scale_constant
         decay = decay_of(settings, shape)
@@ -203,14 +209,12 @@ class HybridAttention(HybridOptions, WindowAttention):
         options: dict[str, Any] = {"is_causal": True, "state": sums, "log_decay": None if decay is None else decay()}
         fuses = makes_features(query, key, value, mask, self.feature_map.num_features)
         kernel_map = self.feature_map.kernel_map(scaling) if fuses else None
+        if kernel_map is None:
+            query, key = self.feature_map.forward_queries(query, scaling), self.feature_map.forward_keys(key, scaling)
         scale: Any  # not None, because the features are given as logarithms
-        if kernel_map is not None:
-            output, denominator, scale, sums = map_attention(kernel_map, query, key, value, key_mask=mask, **options)
-            output = output.transpose(1, 2).unflatten(1, denominator.shape[1:3])
-        else:
-            features = self.feature_map.forward_queries(query, scaling), self.feature_map.forward_keys(key, scaling)
-            parts, scale, sums = kernel_sums(*features, value, log_features=True, key_mask=mask, **options)
-            output, denominator = normalize(parts), parts[..., -1:]
+        kernel_map = kernel_map or KernelMap(EXP)
+        output, denominator, scale, sums = map_attention(kernel_map, query, key, value, key_mask=mask, **options)
+        output = output.transpose(1, 2).unflatten(1, denominator.shape[1:3])
         if self.alibi is not None:  # the sums count the decay from the end of the window
             scale = scale + self.window_size * self.alibi().to(scale.dtype)[:, None, None, None]
         return [(output, log_size(denominator, scale))], sums
@@ -238,3 +242,104 @@ class HybridAttention(HybridOptions, WindowAttention):
             return exact[0]
         norm = half_squared_norm(inputs.query, inputs.scaling).unflatten(1, (exact[0].shape[1], -1))
         return self.mix(exact, behind, largest, norm)
+
+
+class NearFarMix(nn.Module):
+    """Base class of the ways to combine near and far keys: `forward` returns the output `[B, Hkv, G, N, D]`.
+
+    `near` is the part of the near keys, and `far` holds one or more parts of far keys. `largest` is the largest logit
+    of the near keys, and `half_query_norm` is scaling |q|^2 / 2, both `[B, Hkv, G, N, 1]`.
+    """
+
+    # Whether the largest near logit cancels, so that it needs no gradient.
+    is_scale_constant: ClassVar[bool] = True
+
+    def reset_parameters(self, feature_map: Any) -> None:
+        """Initialise the parameters; their start may depend on the feature map of the far keys."""
+        raise NotImplementedError
+
+    def kernel_parameters(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The float32 parameters with which the C step joins the parts itself; None if C does not implement the mix."""
+        return None
+
+    def _per_query(self, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """`[H]` -> `[Hkv, G, 1, 1]`."""
+        return with_dtype(parameter, like.dtype).view(like.shape[1], -1, 1, 1)
+
+
+class JointMix(NearFarMix):
+    """One denominator: far keys weigh exp(b - a scaling |q|^2 / 2) phi(q)·phi(k), near keys exp(scaling q·k).
+
+    b and a are learned per head. Both kinds of keys share one log-sum-exp, so the far part need not learn the
+    normaliser of the softmax.
+    """
+
+    def __init__(self, num_heads: int):
+        super().__init__()
+        self.far_log_scale = nn.Parameter(torch.empty(num_heads))
+        self.query_norm_weight = nn.Parameter(torch.empty(num_heads))
+
+    def reset_parameters(self, feature_map: Any) -> None:
+        """Start with b = -log F and a = 1."""
+        # These are the norm terms of the softmax kernel's random features, and the mean over F features. With c, the
+        # initial scale of W, the expected weight of a far key starts at exp(scaling q·k) times
+        # exp((c^2 - 1) |q + k|^2 / 2), which is at most 1.
+        init.constant_(self.far_log_scale, -math.log(feature_map.num_features))
+        init.ones_(self.query_norm_weight)
+        if isinstance(norm_weight := getattr(feature_map, "key_norm_weight", None), torch.Tensor):
+            init.ones_(norm_weight)
+
+    def kernel_parameters(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """b and a in float32, each `[H]`."""
+        return with_dtype(self.far_log_scale, torch.float32), with_dtype(self.query_norm_weight, torch.float32)
+
+    def forward(
+        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Join the parts by their log sizes; see the class."""
+        exponent = self._far_exponent(near, half_query_norm)
+        return joined_output(near, *((output, size + exponent) for output, size in far))
+
+    def _far_exponent(self, near: Part, half_query_norm: torch.Tensor) -> torch.Tensor:
+        """b - a scaling |q|^2 / 2, `[B, Hkv, G, N, 1]`."""
+        log_scale, norm_weight = (self._per_query(p, near[0]) for p in (self.far_log_scale, self.query_norm_weight))
+        return torch.addcmul(log_scale, norm_weight, half_query_norm, value=-1)
+
+    def log_odds(
+        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
+    ) -> torch.Tensor:
+        """The logarithm of the weight of all far keys over that of all near keys, `[B, Hkv, G, N, 1]`."""
+        sizes = torch.stack([size for _, size in far]).logsumexp(0)
+        return sizes + self._far_exponent(near, half_query_norm) - near[1]
+
+
+class WindowMaximumMix(NearFarMix):
+    """LoLCATs 2024, equation 7: one denominator, near weights g exp(scaling q·k - c), far weights phi(q)·phi(k).
+
+    c is the maximum of the near logits alone, so the weight of the far part depends on it. g is the sigmoid of a
+    learned number per head and starts at 0.1, as in the authors' code. The mix is here for comparison.
+    """
+
+    is_scale_constant = False
+
+    def __init__(self, num_heads: int):
+        super().__init__()
+        self.window_weight = nn.Parameter(torch.empty(num_heads))
+
+    def reset_parameters(self, feature_map: Any) -> None:
+        """Start with g = 0.1."""
+        init.constant_(self.window_weight, math.log(0.1 / 0.9))
+
+    def forward(
+        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Join the parts with the near weights divided by exp(c); see the class."""
+        output, size = near
+        weight = F.logsigmoid(self._per_query(self.window_weight, output))
+        return joined_output((output, size - largest.clamp(min=EMPTY_MAXIMUM / 2) + weight), *far)
+
+
+NORMALIZATIONS: dict[str, Any] = {
+    "joint": JointMix,
+    "window_maximum": WindowMaximumMix,
+}

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import initialization as init
 
 from ..torch_kernels.blocks import accumulated
-from ..torch_kernels.slots import slot_attention
+from ..torch_kernels.window import slot_attention
 from .base import AttentionMechanism, LayerShape, MechanismInputs, State
 from .options import LatentOptions
 

@@ -12,13 +12,12 @@ from ..features.maps import FEATURE_MAPS, FeatureMap
 from ..positions.rotary import decay_of, taken_back, without_hidden
 from ..torch_kernels.attention import (
     elementwise_attention,
-    is_eager,
     kernel_attention,
     makes_features,
     map_attention,
     state_after,
 )
-from ..torch_kernels.blocks import EXP, KernelMap, read_state, with_dtype
+from ..torch_kernels.blocks import EXP, KernelMap, is_eager, read_state, with_dtype
 from .base import AttentionMechanism, LayerShape, MechanismInputs, OutputParts, State, mask_chunks
 from .options import LinearOptions
 from .token_gates import TOKENS_PER_PART, faded, gates_of, with_key_exponents  # of gates
@@ -83,7 +82,7 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         is_step = old is not None and attention_mask is None and query.shape[2] == key.shape[2] == 1
         if is_step:
             output, old = self._kernel(inputs, old)
-            return with_dtype(output.transpose(1, 2), query.dtype), (old,)
+            return with_dtype(output, query.dtype), (old,)
         if makes_features(query, key, value, attention_mask, self.feature_map.num_features):
             kernel_map = self.feature_map.kernel_map(scaling)
             if kernel_map is not None:
@@ -99,7 +98,7 @@ class LinearAttention(LinearOptions, AttentionMechanism):
             chunks = zip(key.split(size, dim=2), value.split(size, dim=2), mask_chunks(attention_mask, size, key))
             for part, (keys, values, mask) in zip(query.split(size if is_causal else query.shape[2], dim=2), chunks):
                 output, old = self._kernel(MechanismInputs(part, keys, values, mask, scaling, is_causal), old)
-                outputs.append(output.transpose(1, 2))
+                outputs.append(output)
             return outputs.joined(), (old,)
 
         def features_of(keys: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -136,7 +135,7 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         self, inputs: MechanismInputs, exponents: Any, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention with `exponents [B, Hkv, S]` added to those of the keys."""
-        query, key, value, mask, scaling, is_causal, *_ = inputs
+        query, key, value, mask, scaling, *_ = inputs
         is_step = state is not None and mask is None and query.shape[2] == key.shape[2] == 1
         kernel_map = None
         if not is_step and makes_features(query, key, value, mask, self.feature_map.num_features):
@@ -144,18 +143,7 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         if kernel_map is not None and kernel_map.function == EXP and kernel_map.key is not None:
             kernel_map, query, key = with_key_exponents(kernel_map, query, key, exponents)
             return self._with_map(kernel_map, inputs._replace(query=query, key=key), state)
-        features = self.feature_map.forward_visible_keys(key, scaling, mask)
-        output, new = kernel_attention(
-            self.feature_map.forward_queries(query, scaling),
-            features + exponents.unsqueeze(-1).to(features.dtype),
-            value,
-            log_features=True,
-            is_causal=is_causal,
-            key_mask=mask,
-            state=state,
-            log_decay=self.decay() if self.decay is not None else None,
-        )
-        return output.transpose(1, 2), new
+        return self._kernel(inputs, state, exponents)
 
     def _with_map(
         self, kernel_map: KernelMap, inputs: MechanismInputs, state: torch.Tensor | None
@@ -172,11 +160,16 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         )
         return output, new_state
 
-    def _kernel(self, inputs: MechanismInputs, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _kernel(
+        self, inputs: MechanismInputs, state: torch.Tensor | None, exponents: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value, mask, scaling, is_causal, *_ = inputs
-        return kernel_attention(
+        features = self.feature_map.forward_visible_keys(key, scaling, mask)
+        if exponents is not None:
+            features = features + exponents.unsqueeze(-1).to(features.dtype)
+        output, state = kernel_attention(
             self.feature_map.forward_queries(query, scaling),
-            self.feature_map.forward_visible_keys(key, scaling, mask),
+            features,
             value,
             log_features=self.feature_map.log_features,
             is_causal=is_causal,
@@ -184,6 +177,7 @@ class LinearAttention(LinearOptions, AttentionMechanism):
             state=state,
             log_decay=self.decay() if self.decay is not None else None,
         )
+        return output.transpose(1, 2), state
 
     def _takes_chunks(self, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
         is_packed = mask is not None and mask.dtype != torch.bool

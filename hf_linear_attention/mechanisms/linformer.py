@@ -28,7 +28,13 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from ..attention.segments import (
+from ..torch_kernels.blocks import accumulated, accumulation_dtype, needs_plain
+from ..torch_kernels.window import slot_attention
+from .base import (
+    AttentionMechanism,
+    LayerShape,
+    MechanismInputs,
+    State,
     gather_tokens,
     real_first,
     segment_mean_weights,
@@ -36,10 +42,6 @@ from ..attention.segments import (
     weigh_tokens,
     without_padding,
 )
-from ..torch_kernels.attention import needs_plain
-from ..torch_kernels.blocks import accumulated, accumulation_dtype
-from ..torch_kernels.slots import slot_attention
-from .base import AttentionMechanism, LayerShape, MechanismInputs, State
 from .options import LinformerOptions
 
 

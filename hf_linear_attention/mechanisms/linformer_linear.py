@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from ..attention.segments import without_padding
 from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulation_dtype, largest_visible, normalize, with_ones
-from .base import LayerShape, MechanismInputs, State
+from .base import LayerShape, MechanismInputs, State, without_padding
 from .linear import LinearAttention
 from .linformer import LinformerAttention, compress, project
 from .options import LinformerLinearOptions

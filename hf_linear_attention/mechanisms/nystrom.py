@@ -19,7 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from ..attention.segments import (
+from ..torch_kernels.blocks import accumulation_dtype
+from ..torch_kernels.window import slot_attention
+from .base import (
+    AttentionMechanism,
+    LayerShape,
+    MechanismInputs,
+    State,
     gather_tokens,
     inverse_order,
     real_first,
@@ -27,9 +33,6 @@ from ..attention.segments import (
     segment_means,
     without_padding,
 )
-from ..torch_kernels.blocks import accumulation_dtype
-from ..torch_kernels.slots import slot_attention
-from .base import AttentionMechanism, LayerShape, MechanismInputs, State
 from .options import NystromOptions
 
 

@@ -19,6 +19,10 @@ MOST_FEATURES = MOST_KEYS = 2**17
 NAMED_LAYERS = ("all", "full_attention", "none")  # the texts that the setting `layers` may be
 # Features of stock attention that a state of constant size cannot represent: the values of the setting `drop`.
 DROPPABLE = ("attention_sinks", "position_bias", "sliding_window", "softcap")
+# The settings that every mechanism has, with their defaults.
+COMMON_SETTINGS: dict[str, Any] = {
+    "layers": "all", "softmax_heads": [], "drop": [], "cross_attention": False, "rotary": None,
+}  # fmt: skip
 LARGEST = 2**40  # of any whole number: sizes above are beyond every memory, and then beyond the integers of torch
 
 
@@ -205,7 +209,6 @@ class FeatureMapTraits(NamedTuple):
 FEATURE_MAP_TRAITS = {
     "elu1": FeatureMapTraits(False, False),
     "relu": FeatureMapTraits(False, False),
-    "squared_relu": FeatureMapTraits(False, False),
     "taylor": FeatureMapTraits(False, False),
     "exp": FeatureMapTraits(True, True),
     "hedgehog": FeatureMapTraits(True, True, 2),
@@ -393,9 +396,7 @@ class LinformerLinearOptions(LinformerOptions):
     """The options of `linformer_linear`, and what it can do with them."""
 
     options: ClassVar[dict[str, Option]] = {
-        "feature_map": Option(
-            str, "exp", "phi of queries and keys", choices=("elu1", "relu", "squared_relu", "exp", "hedgehog")
-        ),
+        "feature_map": Option(str, "exp", "phi of queries and keys", choices=("elu1", "relu", "exp", "hedgehog")),
         "num_features": LinearOptions.options["num_features"],
         **{name: LinformerOptions.options[name] for name in ("projection_size", "projection_sharing", "max_length")},
     }
@@ -544,7 +545,7 @@ class WindowOptions(MechanismOptions):
 
 
 # The values of `far` with the kernel sum in the denominator of the window, and with the gated delta rule.
-LINEAR, DELTA, BOTH = "linear", "gated_delta", "both"
+LINEAR, DELTA = "linear", "gated_delta"
 
 
 class HybridOptions(WindowOptions):
@@ -556,15 +557,15 @@ class HybridOptions(WindowOptions):
             str,
             LINEAR,
             "linear: features of far keys, in one sum with the window; gated_delta: the gated delta rule over all "
-            "tokens, mixed with the window by a gate per token and head; both: these two, mixed by that gate",
-            choices=(LINEAR, DELTA, BOTH),
+            "tokens, mixed with the window by a gate per token and head",
+            choices=(LINEAR, DELTA),
         ),
         "feature_map": Option(
             str,
             "exp",
             "phi, applied to queries and far keys",
             choices=("exp", "hedgehog"),
-            needs={"far": (LINEAR, BOTH)},
+            needs={"far": (LINEAR,)},
         ),
         "num_features": Option(
             int, None, "features per head; by default what the feature map suggests", minimum=1, maximum=MOST_FEATURES
@@ -574,7 +575,7 @@ class HybridOptions(WindowOptions):
             "joint",
             "joint: one scale for near and far keys; window_maximum: LoLCATs' form",
             choices=("joint", "window_maximum"),
-            needs={"far": (LINEAR, BOTH)},
+            needs={"far": (LINEAR,)},
         ),
         "decay": replace(
             DECAY_OPTION,

@@ -7,27 +7,139 @@
 It has no parameters, and is the baseline for every mechanism with a state of the same size. `hybrid` adds linear
 attention to the keys in between. In an encoder the window extends w - 1 tokens to either side, and the first s tokens
 are global: they also attend to every key exactly (Longformer 2020, section 3.1).
+
+    keys     0 1 2 3 | 4 5 ... i - w | i - w + 1 ... i ... i + w - 1 | i + w ... N - 1
+             global       before                window                    after
+
+Queries of an encoder take turns in chunks, so that no intermediate result is as long as the input. What is behind the
+window of a chunk comes from sums: a pass from the end keeps those of the keys after each chunk, and the pass that
+computes the outputs carries those of the keys before it.
+
+The softmax model never had more keys than its trained length. In an input of N real tokens, more than that, the far
+keys of an encoder weigh trained_length / N of what they would: together as much as in an input of the trained length.
+Otherwise their sum would grow with N and drown the window.
+
+Axes: B batch, H query heads, Hkv key/value heads, N length, D head dimension, s sinks, w window size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention.segments import gather_tokens, inverse_order, real_first
 from ..positions.rotary import RotaryShift, alibi_of
-from ..torch_kernels.attention import is_eager
-from ..torch_kernels.blocks import with_dtype
-from ..torch_kernels.causal import is_free
-from ..torch_kernels.window import NearKeys, Part, SinkKeys, exact_part
-from .base import AttentionMechanism, LayerShape, MechanismInputs, State
-from .bidirectional_window import attend_both_ways  # of encoders
+from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulated, accumulation_dtype, is_eager, is_free, shown, with_dtype
+from ..torch_kernels.window import NearKeys, Part, SinkKeys, exact_part, join
+from .base import (
+    AttentionMechanism,
+    LayerShape,
+    MechanismInputs,
+    OutputParts,
+    State,
+    gather_tokens,
+    inverse_order,
+    real_first,
+)
 from .options import WindowOptions
-from .window_keys import EMPTY, ORDINARY, SINK, Line, kind_of, within_sequences
+
+
+# What a slot of a line holds.
+EMPTY, ORDINARY, SINK = 0, 1, 2  # `kind_of` computes with them
+
+
+def kind_of(real: Tensor | None, position: Tensor, num_sinks: int) -> Tensor:
+    """The kind of each token, `[B, N]`, from its position among the real tokens, counted from 1."""
+    kind = (position <= num_sinks).to(torch.int8) + ORDINARY
+    return kind if real is None else kind * real
+
+
+class Line(NamedTuple):
+    """Keys and values in a row, both `[B, Hkv, L, D]`, with the kind and the position of each slot, both `[B, L]`."""
+
+    key: Tensor
+    value: Tensor
+    kind: Tensor
+    position: Tensor | None  # None if the mechanism keeps no positions
+
+    def map(self, function: Callable[[Tensor, int], Tensor]) -> Line:
+        """`function(tensor, axis of the slots)` of each tensor."""
+        key, value, kind, position = self
+        position = None if position is None else function(position, 1)
+        return Line(function(key, 2), function(value, 2), function(kind, 1), position)
+
+    def padded(self, left: int, right: int) -> Line:
+        """The line with empty slots at both ends."""
+        return self.map(lambda x, axis: F.pad(x, (0, 0) * (axis - 1) + (left, right)))  # EMPTY is 0
+
+    def followed_by(self, new: Line, is_padded: bool) -> Line:
+        """The line with `new` behind it; its real tokens are at the right end even if `new` begins with padding."""
+        position = None
+        if self.position is not None and new.position is not None:
+            position = torch.cat((self.position, new.position), dim=1)
+        key, value = (torch.cat(pair, dim=2) for pair in zip(self[:2], new[:2]))
+        line = Line(key, value, torch.cat((self.kind, new.kind), dim=1), position)
+        if not is_padded:
+            return line
+        place = real_first(line.kind == EMPTY)  # so that the last w tokens are the window
+        return line.map(lambda x, axis: gather_tokens(x, place) if axis == 2 else x.gather(1, place))
+
+    def last(self, length: int) -> Line:
+        """A copy of the last `length` slots, which does not keep the others alive; missing ones are empty."""
+        if is_free(self.kind.shape[1]):
+            line = self.padded(length, 0).at(slice(-length, None))
+            return line.map(lambda x, _: x.clone(memory_format=torch.contiguous_format))
+        line = self.padded(length - self.kind.shape[1], 0)
+        return line._replace(key=line.key.contiguous(), value=line.value.contiguous())
+
+    def at(self, places: slice) -> Line:
+        """The slots `places`."""
+        return self.map(lambda x, axis: x[:, places] if axis == 1 else x[:, :, places])
+
+    def far_and_near(self, width: int, length: int) -> tuple[Line, ...]:
+        """For the last `length` slots, those `width` slots behind each, and those from there up to each one itself."""
+        before = self.kind.shape[1] - length
+        if not before and not is_eager(self.key) and not is_free(length):  # in a graph, this takes fewer nodes
+            leaving = min(width, length)
+            return self.padded(leaving, -leaving), self.padded(width - 1, 0)
+        return (self if before else self.padded(width, 0)).ranges(length, slice(1, None))
+
+    def ranges(self, length: int, places: slice) -> tuple[Line, ...]:
+        """The first `length` slots, and the slots `places`."""
+        key, value = (_ranges(x, length, places) for x in (self.key, self.value))
+        return tuple(self.at(part)._replace(key=k, value=v) for part, k, v in zip((slice(length), places), key, value))
+
+    def flipped(self) -> Line:
+        """The line in the opposite order."""
+        return self.map(lambda x, axis: x.flip(axis))
+
+
+def _ranges(x: Tensor, length: int, places: slice) -> tuple[Tensor, Tensor]:
+    """The first `length` slots of `x [B, Hkv, L, D]`, and the slots `places`."""
+    if not torch.is_grad_enabled() or not is_eager(x):  # our own autograd function is not needed, or not traceable
+        return x[:, :, :length], x[:, :, places]
+    return _TwoRanges.apply(x, length, places)
+
+
+class _TwoRanges(torch.autograd.Function):
+    """`_ranges` with one gradient tensor; in the backward pass, two slices would allocate a tensor each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, length: int, places: slice) -> tuple[Tensor, Tensor]:
+        ctx.shape, ctx.length, ctx.places = x.shape, length, places
+        return x[:, :, :length], x[:, :, places]
+
+    @staticmethod
+    def backward(ctx: Any, grad_first: Tensor, grad_other: Tensor) -> tuple[Tensor, None, None]:
+        grad = grad_first.new_empty(ctx.shape)
+        grad[:, :, : ctx.length] = grad_first
+        grad[:, :, ctx.length :] = 0
+        grad[:, :, ctx.places] += grad_other
+        return grad, None, None
 
 
 class WindowState(NamedTuple):
@@ -36,9 +148,7 @@ class WindowState(NamedTuple):
     Keys are kept with their rotary position applied. A state is stored without what is None.
     """
 
-    sums: (
-        Tensor | None
-    )  # [B, Hkv, F, D + 2]: S, Z and m of the tokens that have left the window, if a mechanism has any
+    sums: Tensor | None  # [B, Hkv, F, D + 2]: S, Z and m of the tokens behind the window, if a mechanism has any
     key: Tensor  # [B, Hkv, w, D]
     value: Tensor  # [B, Hkv, w, D]
     kind: Tensor  # [B, w] int8: EMPTY, ORDINARY or SINK
@@ -50,7 +160,8 @@ class WindowState(NamedTuple):
     @property
     def stored(self) -> State:
         """The tensors in their order."""
-        return tuple(tensor for tensor in self if tensor is not None)
+        tensors: Any = self if self.sums is not None else self[1:]
+        return tuple(tensors if self.position is not None else tensors[:-1])
 
 
 Slots = tuple[Line, Line, tuple[Tensor, ...], Tensor, Tensor | None, Tensor]
@@ -84,12 +195,12 @@ class WindowAttention(WindowOptions, AttentionMechanism):
     def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """Exact attention to the window and the sinks; see `AttentionMechanism.forward`."""
         query = inputs.query
-        if inputs.is_packed:
+        if inputs.attention_mask is not None and inputs.is_packed:
             self._refuse_numbers(inputs.is_causal, state)
         if not query.shape[2]:
             return self._nothing(inputs, state)
-        if not inputs.is_causal:
-            return attend_both_ways(self, inputs), None
+        if not inputs.is_causal:  # of encoders
+            return attend_both_ways(self, inputs), None  # of encoders
         old = None
         if state:
             old = WindowState(*state) if self.has_sums else WindowState(None, *state)
@@ -164,9 +275,10 @@ class WindowAttention(WindowOptions, AttentionMechanism):
 
     def _slots(self, inputs: MechanismInputs, old: WindowState | None) -> Slots:
         """What the queries see and the state keeps of these tokens and those before them."""
-        mask, length = inputs.key_mask, inputs.key.shape[2]
+        length = inputs.key.shape[2]
         if inputs.attention_mask is None and old is None and not is_free(length):
             return self._slots_of_whole_input(inputs)
+        mask = inputs.key_mask
         first: Any  # the place of the first token of each token's sequence, before the new tokens if negative
         if inputs.is_packed:
             position, first = within_sequences(cast(Tensor, inputs.attention_mask))
@@ -314,3 +426,191 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         if query.device.type == "cpu" and is_eager(query) and positions.numel() and int(positions.max()) <= last:
             return None
         return positions.clamp(max=last) - positions
+
+
+def within_sequences(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The position of each token within its packed sequence, from 1, and the index of its first token, both `[B, N]`.
+
+    `numbers [B, N]` counts the sequences. Padding has the number 0, is on the left, and has position 0.
+    """
+    place = torch.arange(numbers.shape[1], dtype=torch.long, device=numbers.device).expand_as(numbers)
+    starts = (numbers != F.pad(numbers[:, :-1], (1, 0))) & (numbers > 0)
+    sequence = starts.cumsum(dim=1)
+    # ONNX lacks `cummax`. Tokens that do not start a sequence are scattered to sequence 0, which does not exist.
+    start_of = torch.zeros_like(F.pad(place, (1, 0))).scatter(1, sequence * starts, place)
+    first = start_of.gather(1, sequence)
+    return torch.where(numbers > 0, place - first + 1, 0), first
+
+
+# The elements of the queries of a chunk, 4 MB in float32. Of larger chunks malloc keeps more when they are freed, the
+# more there are; smaller ones do not save time.
+QUERIES_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class SplitTokens:
+    """The inputs of a mechanism, whose padding is read as if it was on the left."""
+
+    inputs: MechanismInputs
+    order: Tensor | None  # [B, N], the tokens from left to right; None as they are
+    mask: Tensor  # bool [B, N], like all others below from left to right
+    position: Tensor  # [B, N], of each token among the real ones, from 1
+    kind: Tensor  # [B, N]
+
+    def part(self, x: Tensor, places: slice) -> Tensor:
+        """The tokens at `places` of `x [B, heads, N, D]`, from left to right."""
+        return x[:, :, places] if self.order is None else gather_tokens(x, self.order[:, places])
+
+    def positions_at(self, places: slice) -> Tensor | None:
+        """The positions of the tokens at `places`, `[B, C]`, or None."""
+        positions = self.inputs.positions
+        if positions is None or self.order is None:
+            return None if positions is None else positions[:, places]
+        return positions.gather(1, self.order[:, places])
+
+    def queries_at(self, places: slice) -> MechanismInputs:
+        """The inputs with the queries and positions of the tokens at `places` only."""
+        return self.inputs._replace(query=self.part(self.inputs.query, places), positions=self.positions_at(places))
+
+    def line(self, start: int, stop: int, keeps_positions: bool) -> Line:
+        """The keys of the places `start` to `stop - 1`, which are empty slots outside of the tokens."""
+        length = self.kind.shape[1]
+        if is_free(length):  # all tokens and a margin, whatever their number is
+            first, last = 0, length
+        else:
+            first, last = max(0, min(start, length)), max(0, min(stop, length))
+        places = slice(first, last)
+        position = self.positions_at(places) if keeps_positions else None
+        key, value = (self.part(x, places) for x in (self.inputs.key, self.inputs.value))
+        left = max(0, -start)
+        return Line(key, value, self.kind[:, places], position).padded(left, stop - start - left - (last - first))
+
+
+def flipped(inputs: MechanismInputs) -> MechanismInputs:
+    """The inputs with queries and positions in the opposite order."""
+    positions = None if inputs.positions is None else inputs.positions.flip(1)
+    return inputs._replace(query=inputs.query.flip(2), positions=positions)
+
+
+def attend_both_ways(mechanism: Any, inputs: MechanismInputs) -> Tensor:
+    """The output `[B, N, H, D]`: a causal sweep over the keys before the window, and one over those after it.
+
+    Raises:
+        NotImplementedError: with ALiBi, whose biases the rows of global tokens would lack.
+    """
+    if mechanism.alibi is not None:
+        raise NotImplementedError(f"{type(mechanism).__name__} has no bidirectional form with ALiBi.")
+    tokens = _ordered(inputs, mechanism.num_sinks)
+    chunks = _chunks(inputs.query, mechanism.window_size)
+    sinks, sink_query = _sinks_of(tokens, mechanism.num_sinks)
+    sink_rows = _rows_of_sinks(mechanism, sink_query, tokens, chunks) if mechanism.num_sinks else None
+    # The sums of the keys after the window of each chunk's last query, from the last chunk to the first.
+    after: list[Tensor | None] = [None]
+    for chunk in reversed(chunks[1:]):
+        w = mechanism.window_size
+        line = tokens.line(chunk.start + w, chunk.stop + w, mechanism.keeps_positions).flipped()
+        turned = flipped(tokens.queries_at(chunk))
+        after.append(mechanism.sums_behind(turned, line, line.kind == ORDINARY, after[-1]))
+    before: Tensor | None = None
+    excess = _excess(mechanism, tokens)
+    outputs = OutputParts(inputs.query, tokens.order)
+    for chunk, sums in zip(chunks, reversed(after)):
+        output, before = _attend_chunk(mechanism, tokens, chunk, sinks, before, sums, excess)
+        if sink_rows is not None:
+            places = (tokens.position[:, chunk] - 1).clamp(0, mechanism.num_sinks - 1)
+            is_sink = (tokens.kind[:, chunk] == SINK)[:, None, :, None]
+            output = torch.where(is_sink, gather_tokens(sink_rows.to(output.dtype), places), output)
+        if tokens.order is not None:
+            output = output.masked_fill(~tokens.mask[:, None, chunk, None], 0.0)
+        outputs.append(output.transpose(1, 2))
+    return outputs.joined()
+
+
+def _ordered(inputs: MechanismInputs, num_sinks: int) -> SplitTokens:
+    mask, key = inputs.attention_mask, inputs.key
+    order = None if mask is None else real_first(~mask)
+    if mask is None or order is None:
+        mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
+    else:
+        mask = mask.gather(1, order)
+    position = mask.cumsum(dim=1)
+    return SplitTokens(inputs, order, mask, position, kind_of(mask, position, num_sinks))
+
+
+def _chunks(query: Tensor, window_size: int) -> list[slice]:
+    """The places of the queries of each chunk; only one in a graph, which would unroll the loop, and for gradients, for
+    which everything has to be kept anyway."""
+    batch, heads, length, width = query.shape
+    if torch.is_grad_enabled() or not is_eager(query):
+        return [slice(0, length)]
+    size = max(2 * window_size, QUERIES_AT_ONCE // max(1, batch * heads * width))
+    return [slice(start, min(length, start + size)) for start in range(0, length, size)]
+
+
+def _excess(mechanism: Any, tokens: SplitTokens) -> Tensor | None:
+    """The logarithm of N / trained_length of each row, at least 0, `[B, 1, 1, 1, 1]`; None if all are 0."""
+    length = tokens.kind.shape[1]
+    if mechanism.trained_length is None or not (is_free(length) or length > mechanism.trained_length):
+        return None
+    count = tokens.position[:, -1:].to(accumulation_dtype(tokens.inputs.query))
+    return (count / mechanism.trained_length).clamp(min=1).log()[:, :, None, None, None]
+
+
+def _sinks_of(tokens: SplitTokens, num_sinks: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The keys and values of the global tokens, `[B, Hkv, s, D]`, and their queries `[B, H, s, D]`."""
+    numbers = torch.arange(num_sinks, dtype=torch.long, device=tokens.position.device)
+    length, count = tokens.position.shape[1], tokens.position[:, -1:]
+    places = (length - count + numbers).clamp(max=length - 1)
+    places = places if tokens.order is None else tokens.order.gather(1, places)
+    is_there = (numbers < count)[:, None, :, None]
+    query, key, value = (gather_tokens(x, places) * is_there.to(x.dtype) for x in tokens.inputs[:3])
+    return (key, value), query
+
+
+def _rows_of_sinks(mechanism: Any, query: Tensor, tokens: SplitTokens, chunks: list[slice]) -> Tensor:
+    """Exact attention of the global tokens `[B, H, s, D]` to every key, `[B, H, s, W]`."""
+    found: list[Part] = []
+    inputs = tokens.inputs
+    rows = accumulated(query).unflatten(1, (inputs.key.shape[1], -1)).flatten(2, 3) * inputs.scaling  # [B, Hkv, G s, D]
+    for chunk in chunks:
+        key, value = (accumulated(tokens.part(x, chunk)) for x in (inputs.key, inputs.value))
+        mask = tokens.mask[:, chunk]
+        # Keys move instead of these queries, because only the distance matters.
+        move = mechanism.move_to_sinks(key, tokens.positions_at(chunk))
+        key = key if move is None else mechanism.to_sinks(key, move)
+        logits = rows @ shown(key, mask).transpose(-1, -2)
+        logits = logits.masked_fill(~mask[:, None, None], EMPTY_MAXIMUM)
+        part = logits.softmax(dim=-1) @ shown(value, mask), logits.logsumexp(dim=-1, keepdim=True)
+        found = [join(*found, part)]
+    return found[0][0].reshape(*query.shape[:3], inputs.value.shape[3])
+
+
+def _attend_chunk(
+    mechanism: Any,
+    tokens: SplitTokens,
+    chunk: slice,
+    sinks: tuple[Tensor, ...],
+    before: Tensor | None,
+    after: Tensor | None,
+    excess: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The output `[B, H, C, D]` of the queries of a chunk, and the sums of the keys before the next one's windows.
+
+    Args:
+        before, after: the sums of the keys before the window of the first query, and after that of the last one.
+        excess: what `_excess` returns.
+    """
+    length, w, inputs = chunk.stop - chunk.start, mechanism.window_size, tokens.queries_at(chunk)
+    line = tokens.line(chunk.start - w, chunk.stop + w, mechanism.keeps_positions)
+    to_far, to_near = line.ranges(length, slice(1, length + 2 * w - 1))
+    behind, before = mechanism.parts_behind(inputs, to_far, to_far.kind == ORDINARY, before)
+    later = line.flipped().at(slice(length))
+    ahead, _ = mechanism.parts_behind(flipped(inputs), later, later.kind == ORDINARY, after)
+    behind = [*behind, *((output.flip(3), size.flip(3)) for output, size in ahead)]
+    if excess is not None:
+        behind = [(output, size - excess) for output, size in behind]
+    near = NearKeys(to_near.key, to_near.value, to_near.kind == ORDINARY, w - 1)
+    numbers = torch.arange(mechanism.num_sinks, dtype=torch.long, device=tokens.position.device)
+    seen = (numbers < tokens.position[:, -1:, None]).expand(-1, length, -1)
+    position = tokens.position[:, chunk]
+    return mechanism.attend_near_and_far(inputs, near, sinks, seen, position, behind), before

@@ -48,9 +48,8 @@ def reserved_rows(table: nn.Embedding, positions: int) -> int:
 
 def limit_positions(model: Any) -> None:
     """Have the modules that use a table of learned positions check the length of their inputs first."""
-    tables = {name.rpartition(".")[0]: table for name, table in position_tables(model).items()}
-    for name, table in tables.items():
-        parent = model.get_submodule(name)
+    for name, table in position_tables(model).items():
+        parent = model.get_submodule(name.rpartition(".")[0])
         names = list(inspect.signature(parent.forward).parameters)
         if set(names) & set(INPUTS):
             limit = PositionLimit(table, model.config.max_position_embeddings, names)

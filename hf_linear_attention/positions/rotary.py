@@ -51,7 +51,7 @@ class RotaryShift:
             moved = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
             return torch.cat((kept, moved.to(x.dtype), rest), dim=-1)
         kept, a, kept_too, b, rest = x.tensor_split((first, half, half + first, 2 * half), dim=-1)
-        moved, moved_too = (y.to(x.dtype) for y in (a * cos - b * sin, a * sin + b * cos))
+        moved, moved_too = (a * cos - b * sin).to(x.dtype), (a * sin + b * cos).to(x.dtype)
         return torch.cat((kept, moved, kept_too, moved_too, rest), dim=-1)
 
     @property

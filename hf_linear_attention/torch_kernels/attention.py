@@ -24,9 +24,10 @@ from .blocks import (
     KernelMap,
     Parts,
     accumulated,
+    needs_plain,
     plain_attention,
     shown,
-    torch_step,
+    sized_step,
     with_dtype,
 )
 from .causal import CausalAttention, ElementwiseMap, causal_attention, scanned_attention  # of causal layers
@@ -35,25 +36,6 @@ from .implementations import implemented
 
 # In a graph, longer inputs take one step of a loop per block: every block of its own would make the graph long.
 MOST_BLOCKS = 16
-
-
-def is_tracing() -> bool:
-    """Whether a graph is being built (torch.compile, torch.export, ONNX), in which no branch may depend on data."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
-
-
-def needs_plain(tensor: torch.Tensor) -> bool:
-    """Whether only plain torch operations will do: in exported graphs, under torch.func, for tensor subclasses."""
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    return type(tensor) is not torch.Tensor or torch._C._functorch.maybe_current_level() is not None
-
-
-def is_eager(tensor: torch.Tensor) -> bool:
-    """Whether the computation runs immediately and on a plain tensor, so that code tuned for eager mode pays off."""
-    return not torch.compiler.is_compiling() and not needs_plain(tensor)
 
 
 def makes_features(
@@ -93,7 +75,8 @@ def map_attention(
     found = implemented("attention", *given)
     if found is None:
         is_plain = needs_plain(value) or torch.compiler.is_compiling()
-        return _with_output(query, *in_torch(*given, plain=is_plain))
+        output, denominator, scale, state = in_torch(*given, plain=is_plain)
+        return with_dtype(output.flatten(1, 2).transpose(1, 2), query.dtype), denominator, scale, state
     output, denominator, scale, state = found
     return output, denominator, scale if feature_map.log_features else None, state
 
@@ -138,16 +121,6 @@ def _needs_loop(length: int) -> bool:
     return torch.compiler.is_compiling() and length > MOST_BLOCKS * BLOCK_SIZE and not torch.is_grad_enabled()
 
 
-def _with_output(
-    query: torch.Tensor,
-    output: torch.Tensor,
-    denominator: torch.Tensor,
-    scale: torch.Tensor | None,
-    state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    return with_dtype(output.flatten(1, 2).transpose(1, 2), query.dtype), denominator, scale, state
-
-
 def kernel_attention(
     query_features: torch.Tensor,
     key_features: torch.Tensor,
@@ -180,7 +153,11 @@ def kernel_attention(
     """
     query, key = accumulated(query_features), accumulated(key_features)
     if state is not None and key_mask is None and query.ndim == key.ndim == 4 and query.shape[2] == key.shape[2] == 1:
-        return attention_step(query, key, value, state, log_features=log_features, log_decay=log_decay)
+        found = implemented("attention_step", query, key, value, state, log_decay, log_features)
+        if found is None:
+            output, _, state = sized_step(query, key, value, state, log_features, log_decay)
+            found = output, state
+        return found
     feature_map = KernelMap(EXP if log_features else PLAIN)
     options: dict[str, Any] = {"key_mask": key_mask, "state": state, "log_decay": log_decay}
     output, _, _, state = map_attention(feature_map, query, key, value, is_causal=is_causal, **options)
@@ -216,24 +193,6 @@ def state_after(
     return state
 
 
-def kernel_sums(
-    query_features: torch.Tensor, key_features: torch.Tensor, value: torch.Tensor, *, log_features: bool, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The sums of `kernel_attention` before the division, for a denominator that is shared with other keys.
-
-    The arguments are those of `kernel_attention`.
-
-    Returns:
-        `(sums, log_scale, state)`. The sums `[B, Hkv, G, N, W + 1]` are the numerator and the denominator, both divided
-        by exp(log_scale); `log_scale [B, Hkv, G, N, 1]` is a constant without gradient, and None for plain features.
-    """
-    query, key = accumulated(query_features), accumulated(key_features)
-    feature_map = KernelMap(EXP if log_features else PLAIN)
-    output, denominator, scale, state = map_attention(feature_map, query, key, value, **options)
-    output = output.transpose(1, 2).unflatten(1, denominator.shape[1:3])
-    return torch.cat((output * denominator, denominator), dim=-1), scale, state
-
-
 def elementwise_attention(
     feature_map: ElementwiseMap,
     query: torch.Tensor,
@@ -249,21 +208,3 @@ def elementwise_attention(
     key, value = shown(key, key_mask), shown(value, key_mask)
     output, _, state = CausalAttention.apply(query, key, value, state, mask, feature_map)
     return output.flatten(1, 2), state
-
-
-def attention_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    state: torch.Tensor,
-    *,
-    log_features: bool,
-    log_decay: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernel_attention` for one new token: `query [B, H, 1, F]`, `key [B, Hkv, 1, F]`, `value [B, Hkv, 1, W]`.
-
-    Raises:
-        ValueError: if the shapes, dtypes or devices do not match.
-    """
-    found = implemented("attention_step", query, key, value, state, log_decay, log_features)
-    return torch_step(query, key, value, state, log_features, log_decay) if found is None else found

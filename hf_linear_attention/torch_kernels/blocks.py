@@ -133,8 +133,7 @@ def plain_attention(
     if not key.shape[2] and is_causal:
         return _nothing(query, values, sums, maximum, log_features)
     if not is_causal:
-        output, scale, sums, maximum = attend_block(query, key, values, mask, sums, maximum, log_features, False)
-        return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
+        return _both_ways(query, key, values, mask, sums, maximum, log_features)
     within: Any = (None, None)
     if log_features:
         numbers = None if segments is None else with_padding_counted(segments)
@@ -148,10 +147,22 @@ def plain_attention(
         if log_features:
             output, scale, sums, maximum = attend_log_block(q, k, v, m, (own, size), sums, maximum, same, decay)
         else:
-            output, scale, sums, maximum = attend_block(q, k, v, m, sums, maximum, False, True, same, decay)
+            scale, (output, sums) = None, attend_block(q, k, v, m, sums, same, decay)
         blocks.append((output, scale))
     output = joined([part for part, _ in blocks])
     scale = joined([part for _, part in blocks]) if log_features else None
+    return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
+
+
+def _both_ways(
+    query: Tensor, key: Tensor, values: Tensor, mask: Tensor | None, sums: Any, maximum: Any, log_features: bool
+) -> Parts:
+    """`plain_attention` where every query sees all keys."""
+    scale = None
+    if log_features:
+        query, scale, key, sums, maximum = exponentiate(query, key, mask, sums, maximum)
+    sums = _add(sums, (key if mask is None else key * mask).transpose(-1, -2) @ values)
+    output = (query.flatten(2, 3) @ sums).unflatten(2, query.shape[2:4])
     return normalize(output), output[..., -1:], scale, pack_state(sums, maximum)
 
 
@@ -170,21 +181,14 @@ def joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
 
-def torch_step(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_features: bool, log_decay: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """One new token in few operations, because at this size each operation costs more than its arithmetic.
-
-    `query [B, H, 1, F]`, `key [B, Hkv, 1, F]` and `value [B, Hkv, 1, W]` give the output `[B, H, 1, W]` and the state.
-    """
-    output, _, state = sized_step(query, key, value, state, log_features, log_decay)
-    return output, state
-
-
 def sized_step(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_features: bool, log_decay: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`torch_step` with the denominator `[B Hkv, G, 1]` (its logarithm for log features) before the state."""
+    """One new token in few operations, because at this size each operation costs more than its arithmetic.
+
+    `query [B, H, 1, F]`, `key [B, Hkv, 1, F]` and `value [B, Hkv, 1, W]` give the output `[B, H, 1, W]`, the
+    denominator `[B Hkv, G, 1]` (its logarithm for log features) and the state.
+    """
     (batch, heads, _, features), kv_heads = query.shape, key.shape[1]
     width = value.shape[-1]
     rows = with_dtype(query, state.dtype).reshape(batch * kv_heads, heads // kv_heads, features)
@@ -283,22 +287,16 @@ def attend_block(
     values: Tensor,
     mask: Tensor | None,
     sums: Tensor | None,
-    maximum: Tensor | None,
-    log_features: bool,
-    is_causal: bool,
-    together: Together | None = None,
-    decay: BlockDecay | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """One block: `query [B, Hkv, G, C, F]`, `key [B, Hkv, C, F]`, `values [B, Hkv, C, W + 1]`, `mask [B, 1, C, 1]`."""
-    scale = None
-    if log_features:
-        query, scale, key, sums, maximum = exponentiate(query, key, mask, sums, maximum)
+    together: Together | None,
+    decay: BlockDecay | None,
+) -> tuple[Tensor, Tensor]:
+    """The output and the sums after one block of features, causal.
+
+    The arguments are `query [B, Hkv, G, C, F]`, `key [B, Hkv, C, F]`, `values [B, Hkv, C, W + 1]`, `mask [B, 1, C, 1]`.
+    """
     if mask is not None:
         key = key * mask
     rows, group = query.flatten(2, 3), query.shape[2:4]
-    if not is_causal:
-        new_sums = _add(sums, key.transpose(-1, -2) @ values)
-        return (rows @ new_sums).unflatten(2, group), scale, new_sums, maximum
     scores = (rows @ key.transpose(-1, -2)).unflatten(2, group).tril()
     carried = (rows @ sums).unflatten(2, group) if sums is not None else None
     if decay is not None:
@@ -312,7 +310,7 @@ def attend_block(
         sums = sums * together.carried_stays if sums is not None else None
         key = key * together.key_stays
     output = _add(carried, (scores.flatten(2, 3) @ values).unflatten(2, group))
-    return output, scale, _add(sums, key.transpose(-1, -2) @ values), maximum
+    return output, _add(sums, key.transpose(-1, -2) @ values)
 
 
 def attend_log_block(
@@ -326,7 +324,7 @@ def attend_log_block(
     together: Together | None,
     decay: BlockDecay | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`attend_block` of log features, causal, with what `attend_within` gave for this block."""
+    """`attend_block` of log features, with what `attend_within` gave for this block."""
     (output, scale), stays = within, mask
     if together is not None:
         stays = together.key_stays if mask is None else mask & together.key_stays
@@ -551,3 +549,27 @@ def _largest_drop(key: Tensor, maximum: Tensor | None, size: int) -> float:
     before = torch.maximum(blocks.take_along_dim(first, dim=3).squeeze(3), seen)
     before = torch.where((first.squeeze(3) > 0) & (seen > EMPTY_MAXIMUM / 2), seen, before)
     return (torch.maximum(largest, before) - before).max().item()
+
+
+def is_tracing() -> bool:
+    """Whether a graph is being built (torch.compile, torch.export, ONNX), in which no branch may depend on data."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def needs_plain(tensor: torch.Tensor) -> bool:
+    """Whether only plain torch operations will do: in exported graphs, under torch.func, for tensor subclasses."""
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return type(tensor) is not torch.Tensor or torch._C._functorch.maybe_current_level() is not None
+
+
+def is_eager(tensor: torch.Tensor) -> bool:
+    """Whether the computation runs immediately and on a plain tensor, so that code tuned for eager mode pays off."""
+    return not torch.compiler.is_compiling() and not needs_plain(tensor)
+
+
+def is_free(length: int) -> bool:
+    """Whether a graph is being exported in which this length is a variable, so that nothing may depend on it."""
+    return isinstance(length, torch.SymInt)

@@ -32,6 +32,7 @@ from .blocks import (
     attend_log_block,
     attend_within,
     exponentiate,
+    is_free,
     joined,
     normalize,
     pack_state,
@@ -93,11 +94,6 @@ def causal_attention(
     return *joint, pack_state(sums, maximum)
 
 
-def is_free(length: int) -> bool:
-    """Whether a graph is being exported in which this length is a variable, so that nothing may depend on it."""
-    return isinstance(length, torch.SymInt)
-
-
 def incomplete(length: int, size: int) -> int:
     """The number of tokens that whole blocks of `size` lack; blocks of a free length are two or more.
 
@@ -141,14 +137,12 @@ def scanned_attention(
         together = sequence_masks(sequences[0], sequences[1][:, :1]) if sequences else None
         decay = None if log_decay is None else BlockDecay(log_decay.to(dtype), k, m)
         sums, maximum = carried if log_features else (*carried, None)
-        attended: Any
-        if log_features:
-            within = attend_within(q, k, v, m, sequences[0] if sequences else None, log_decay)
-            attended = attend_log_block(q, k, v, m, within, sums, maximum, together, decay)
-        else:
-            attended = attend_block(q, k, v, m, sums, maximum, False, True, together, decay)
-        output, scale, *new = attended
-        return [x for x in new if x is not None], [x for x in (output, scale) if x is not None]
+        if not log_features:
+            output, sums = attend_block(q, k, v, m, sums, together, decay)
+            return [sums], [output]
+        within = attend_within(q, k, v, m, sequences[0] if sequences else None, log_decay)
+        output, scale, *new = attend_log_block(q, k, v, m, within, sums, maximum, together, decay)
+        return new, [output, scale]
 
     start = list(unpack_state(state, log_features)) if state is not None else [
         values.new_zeros(batch, kv_heads, features, values.shape[-1]),

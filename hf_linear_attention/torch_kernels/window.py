@@ -10,17 +10,15 @@ Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N queries, w wid
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import initialization as init
 
-from .blocks import EMPTY_MAXIMUM, accumulation_dtype, joined, with_dtype, with_ones
-from .causal import incomplete, is_free
+from .blocks import EMPTY_MAXIMUM, accumulation_dtype, is_free, joined, with_dtype, with_ones
+from .causal import incomplete
 from .implementations import implemented
 
 
@@ -111,13 +109,12 @@ def plain_window(
         return _empty_window(query.to(dtype), kv_heads, value.shape[3])
     key, value = (x.masked_fill(~visible[:, None, :, None], 0.0) for x in (key, value))
     size = width if is_free(length) else max(1, min(length, width))
-    offset = _offsets(width, size, query.device)
+    place, row = (torch.arange(n, dtype=torch.long, device=query.device) for n in (width + size - 1, size))
+    offset = place - row[:, None]  # places that each key of a block lies after the first key of each query
 
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        return _query_blocks((x.to(dtype) * scaling).unflatten(1, (kv_heads, -1)), 3, size)
-
-    query = scaled(query)
-    to_sinks = query if sink_query is None else scaled(sink_query)
+    given = (query,) if sink_query is None else (query, sink_query)
+    queries = [_query_blocks((x.to(dtype) * scaling).unflatten(1, (kv_heads, -1)), 3, size) for x in given]
+    query, to_sinks = queries[0], queries[-1]
     key, value, visible = _windows(key, value, visible, width, size, incomplete(length, size), dtype)
     visible = visible[:, :, None] & (offset >= 0) & (offset < width)
     if numbers is not None:
@@ -138,12 +135,6 @@ def plain_window(
         results.append(_softmax(logits, (visible, seen), values, is_scale_constant))
     output, log_size, scale = (joined(part).flatten(3, 4)[:, :, :, :length] for part in zip(*results))
     return output, log_size, scale
-
-
-def _offsets(width: int, size: int, device: torch.device) -> torch.Tensor:
-    """How many places each key of a block lies after the first key of each query: `[size, width + size - 1]`."""
-    place, row = (torch.arange(n, dtype=torch.long, device=device) for n in (width + size - 1, size))
-    return place - row[:, None]
 
 
 def _empty_window(query: torch.Tensor, kv_heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -242,111 +233,6 @@ def _windows(
     return key, value, F.pad(visible, (0, pad)).unfold(1, span, size)
 
 
-class NearFarMix(nn.Module):
-    """Base class of the ways to combine near and far keys: `forward` returns the output `[B, Hkv, G, N, D]`.
-
-    `near` is the part of the near keys, and `far` holds one or more parts of far keys. `largest` is the largest logit
-    of the near keys, and `half_query_norm` is scaling |q|^2 / 2, both `[B, Hkv, G, N, 1]`.
-    """
-
-    # Whether the largest near logit cancels, so that it needs no gradient.
-    is_scale_constant: ClassVar[bool] = True
-
-    def __init__(self, num_heads: int):
-        super().__init__()
-        self.num_heads = num_heads
-
-    def reset_parameters(self, feature_map: Any) -> None:
-        """Initialise the parameters; their start may depend on the feature map of the far keys."""
-        raise NotImplementedError
-
-    def kernel_parameters(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The float32 parameters with which the C step joins the parts itself; None if C does not implement the mix."""
-        return None
-
-    def _per_query(self, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """`[H]` -> `[Hkv, G, 1, 1]`."""
-        return with_dtype(parameter, like.dtype).view(like.shape[1], -1, 1, 1)
-
-
-class JointMix(NearFarMix):
-    """One denominator: far keys weigh exp(b - a scaling |q|^2 / 2) phi(q)·phi(k), near keys exp(scaling q·k).
-
-    b and a are learned per head. Both kinds of keys share one log-sum-exp, so the far part need not learn the
-    normaliser of the softmax.
-    """
-
-    def __init__(self, num_heads: int):
-        super().__init__(num_heads)
-        self.far_log_scale = nn.Parameter(torch.empty(num_heads))
-        self.query_norm_weight = nn.Parameter(torch.empty(num_heads))
-
-    def reset_parameters(self, feature_map: Any) -> None:
-        """Start with b = -log F and a = 1."""
-        # These are the norm terms of the softmax kernel's random features, and the mean over F features. With c, the
-        # initial scale of W, the expected weight of a far key starts at exp(scaling q·k) times
-        # exp((c^2 - 1) |q + k|^2 / 2), which is at most 1.
-        init.constant_(self.far_log_scale, -math.log(feature_map.num_features))
-        init.ones_(self.query_norm_weight)
-        if isinstance(norm_weight := getattr(feature_map, "key_norm_weight", None), torch.Tensor):
-            init.ones_(norm_weight)
-
-    def kernel_parameters(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """b and a in float32, each `[H]`."""
-        return with_dtype(self.far_log_scale, torch.float32), with_dtype(self.query_norm_weight, torch.float32)
-
-    def forward(
-        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
-    ) -> torch.Tensor:
-        """Join the parts by their log sizes; see the class."""
-        exponent = self._far_exponent(near, half_query_norm)
-        return joined_output(near, *((output, size + exponent) for output, size in far))
-
-    def _far_exponent(self, near: Part, half_query_norm: torch.Tensor) -> torch.Tensor:
-        """b - a scaling |q|^2 / 2, `[B, Hkv, G, N, 1]`."""
-        log_scale, norm_weight = (self._per_query(p, near[0]) for p in (self.far_log_scale, self.query_norm_weight))
-        return torch.addcmul(log_scale, norm_weight, half_query_norm, value=-1)
-
-    def log_odds(
-        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
-    ) -> torch.Tensor:
-        """The logarithm of the weight of all far keys over that of all near keys, `[B, Hkv, G, N, 1]`."""
-        sizes = torch.stack([size for _, size in far]).logsumexp(0)
-        return sizes + self._far_exponent(near, half_query_norm) - near[1]
-
-
-class WindowMaximumMix(NearFarMix):
-    """LoLCATs 2024, equation 7: one denominator, near weights g exp(scaling q·k - c), far weights phi(q)·phi(k).
-
-    c is the maximum of the near logits alone, so the weight of the far part depends on it. g is the sigmoid of a
-    learned number per head and starts at 0.1, as in the authors' code. The mix is here for comparison.
-    """
-
-    is_scale_constant = False
-
-    def __init__(self, num_heads: int):
-        super().__init__(num_heads)
-        self.window_weight = nn.Parameter(torch.empty(num_heads))
-
-    def reset_parameters(self, feature_map: Any) -> None:
-        """Start with g = 0.1."""
-        init.constant_(self.window_weight, math.log(0.1 / 0.9))
-
-    def forward(
-        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
-    ) -> torch.Tensor:
-        """Join the parts with the near weights divided by exp(c); see the class."""
-        output, size = near
-        weight = F.logsigmoid(self._per_query(self.window_weight, output))
-        return joined_output((output, size - largest.clamp(min=EMPTY_MAXIMUM / 2) + weight), *far)
-
-
-NORMALIZATIONS: dict[str, type[NearFarMix]] = {
-    "joint": JointMix,
-    "window_maximum": WindowMaximumMix,
-}
-
-
 def join(*parts: Part) -> Part:
     """Join parts into one over all of their keys; without gradients the first part's memory is overwritten."""
     sizes = [size for _, size in parts]
@@ -370,3 +256,35 @@ def log_size(denominator: torch.Tensor, log_scale: torch.Tensor) -> torch.Tensor
     is_empty = denominator < torch.finfo(denominator.dtype).tiny
     # Not the logarithm of a tiny number, whose second derivative would be infinite.
     return (denominator.masked_fill(is_empty, 1.0).log() + log_scale).masked_fill(is_empty, EMPTY_MAXIMUM)
+
+
+def slot_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """softmax(scaling q k^T) v, `[B, H, N, W]`; 0 for a row that sees no key. Hidden keys may hold any value.
+
+    Args:
+        query: `[B, H, N, D]`.
+        key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, W]`.
+        visible: bool `[B or 1, Hkv or 1, S]`, or None for all keys.
+
+    Raises:
+        ValueError: if the shapes, dtypes or devices do not match.
+    """
+    if (found := implemented("slot_attention", query, key, value, visible, scaling)) is not None:
+        return found
+    groups, dtype = query.shape[1] // key.shape[1], query.dtype
+    wide = functools.reduce(torch.promote_types, (key.dtype, value.dtype), dtype)
+    query, key, value = (with_dtype(x, wide) for x in (query, key, value))
+    if visible is not None:
+        key, value = (torch.where(visible.unsqueeze(3), x, 0.0) for x in (key, value))
+        visible = visible | ~visible.any(dim=-1, keepdim=True)
+        visible = (visible.repeat_interleave(groups, dim=1) if visible.shape[1] > 1 else visible).unsqueeze(2)
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    if torch._C._functorch.maybe_current_level() is None:
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
+        return with_dtype(output, dtype)
+    logits = (query * scaling) @ key.transpose(-1, -2)  # the fused kernel has no forward derivatives
+    logits = logits if visible is None else logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
+    return with_dtype(logits.softmax(dim=-1) @ value, dtype)

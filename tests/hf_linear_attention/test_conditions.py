@@ -24,7 +24,7 @@ SCALING, LENGTH = 8**-0.5, 21
 # One row of each kind of state and of features.
 KINDS = (
     *("aft-local", "aft-full-factorised", "linear-elu1", "linear-taylor", "linear-decay", "linear-gated", "performer"),
-    *("performer-cosh", "performer-trig", "hybrid", "hybrid-both", "gated_delta-channel", "window"),
+    *("performer-cosh", "performer-trig", "hybrid", "hybrid-delta", "gated_delta-channel", "window"),
     *("linformer-headwise", "linformer-stretched", "linformer_linear-exp", "latent", "nystrom-conv"),
 )
 

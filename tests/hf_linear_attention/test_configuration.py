@@ -9,7 +9,7 @@ import pytest
 from matrix import stock_config, stock_model
 
 from hf_linear_attention import LinearAttentionSettings, convert, convert_config
-from hf_linear_attention.layer_numbers import parse_layers
+from hf_linear_attention.layer_ranges import parse_layers
 
 
 def test_defaults_are_filled_in_and_survive_json(tmp_path):

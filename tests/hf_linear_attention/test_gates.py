@@ -23,7 +23,7 @@ SETTINGS = {
     "conv": {"conv_size": 3, "decay": "none"},
     "hybrid": {
         "mechanism": "hybrid",
-        "far": "both",
+        "far": "gated_delta",
         "window_size": 3,
         "num_sinks": 1,
         "num_features": 6,

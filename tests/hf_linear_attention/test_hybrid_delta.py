@@ -1,4 +1,4 @@
-"""What only `hybrid` with `far` = `gated_delta` or `both` has: its start, its rotary positions and its state."""
+"""What only `hybrid` with `far` = `gated_delta` has: its start, its rotary positions and its state."""
 
 from __future__ import annotations
 
@@ -43,14 +43,12 @@ def run(mechanism, query, key, value, positions, state=None, gates=None):
     )
 
 
-@pytest.mark.parametrize("far", ["gated_delta", "both"])
 @torch.no_grad()
-def test_it_starts_close_to_what_it_has_without_the_delta_rule(far):
+def test_it_starts_close_to_what_it_has_without_the_delta_rule():
     query, key, value, positions = sample()
-    mechanism = build(far=far)
-    without = build("window") if far == "gated_delta" else build()
+    mechanism = build(far="gated_delta")
     output, _ = run(mechanism, query, key, value, positions, gates=mechanism.gates(torch.randn(2, 40, 16)))
-    expected, _ = run(without, query, key, value, positions)
+    expected, _ = run(build("window"), query, key, value, positions)
     assert 0 < (output - expected).norm() / expected.norm() < 0.03
 
 
@@ -82,8 +80,8 @@ def test_what_it_cannot_do_is_refused():
         convert_config(stock_config("bert"), mechanism="hybrid", far="gated_delta")
     with pytest.raises(ValueError, match=r"`feature_map`.*no effect.*`far` = `gated_delta`"):
         build(far="gated_delta", feature_map="hedgehog")
-    with pytest.raises(ValueError, match="`far` = `both` is causal and needs `gates`; compute them"):
-        run(build(far="both"), *sample())
+    with pytest.raises(ValueError, match="`far` = `gated_delta` is causal and needs `gates`; compute them"):
+        run(build(far="gated_delta"), *sample())
     with pytest.raises(ValueError, match="give the layer's `hidden_size`"):
         MECHANISMS["hybrid"](
             LinearAttentionSettings({"mechanism": "hybrid", "far": "gated_delta"}), LayerShape(4, 2, 8, 0)

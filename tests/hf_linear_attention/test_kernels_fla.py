@@ -21,7 +21,6 @@ from delta_calls import assert_close, sample, values_and_gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_linear_attention.kernels import cpu as kernels_cpu
-from hf_linear_attention.kernels import delta_fla as kernels_delta_fla
 from hf_linear_attention.kernels import fla as kernels_fla
 from hf_linear_attention.torch_kernels.attention import kernel_attention
 from hf_linear_attention.torch_kernels.causal import CausalAttention
@@ -80,17 +79,16 @@ def kernels(monkeypatch):
 
         triton.runtime.driver.set_active(InterpreterDriver())
         kernel, _ = kernels_fla._kernels()
-        rules = {by_feature: kernels_delta_fla._kernels(by_feature) for by_feature in rules}
+        rules = {by_feature: kernels_fla._delta_kernels(by_feature) for by_feature in rules}
         assert None not in rules.values()
     monkeypatch.setattr(kernels_fla, "_kernels", lambda: (kernel, kernel))
-    monkeypatch.setattr(kernels_delta_fla, "_kernels", rules.get)
+    monkeypatch.setattr(kernels_fla, "_delta_kernels", rules.get)
     monkeypatch.setattr(kernels_cpu, "library", lambda: None)  # torch on both sides, but for the kernel
 
 
 @pytest.fixture
 def on_cuda(monkeypatch):
-    for module in (kernels_fla, kernels_delta_fla):
-        monkeypatch.setattr(module, "is_on_cuda", lambda tensor: True)
+    monkeypatch.setattr(kernels_fla, "is_on_cuda", lambda tensor: True)
 
 
 @pytest.mark.parametrize("with_state", [True, False])
@@ -183,7 +181,7 @@ def test_what_goes_to_fla(kernels, on_cuda, monkeypatch):
 
     def takes(length, dtype=torch.float32, erases=True, dim=12, gradient=False):
         tensors = sample(length, False, dim=dim, dtype=dtype).values()
-        return kernels_delta_fla.takes_on_gpu(*(x.requires_grad_(gradient) for x in tensors), erases)
+        return kernels_fla.takes_on_gpu(*(x.requires_grad_(gradient) for x in tensors), erases)
 
     def kernel(dtype, length):
         return kernels_fla.gpu_kernel(torch.zeros(1, dtype=dtype), length)
@@ -199,12 +197,10 @@ def test_what_goes_to_fla(kernels, on_cuda, monkeypatch):
     assert kernel(torch.float32, 4096) is kernel(torch.float64, 1) is None
     assert kernel(torch.float32, 64) is not None
     with monkeypatch.context() as allowed:
-        for module in (kernels_fla, kernels_delta_fla):
-            allowed.setattr(module, "is_tf32_allowed", lambda: True)
+        allowed.setattr(kernels_fla, "is_tf32_allowed", lambda: True)
         assert takes(65, gradient=True)
         assert kernel(torch.float32, 4096) is not None
-    for module in (kernels_fla, kernels_delta_fla):
-        monkeypatch.setattr(module, "requested_backend", lambda: "torch")
+    monkeypatch.setattr(kernels_fla, "requested_backend", lambda: "torch")
     assert not takes(64)
     assert kernel(torch.bfloat16, 4096) is None
 
@@ -251,10 +247,10 @@ def test_on_a_cpu_fla_is_never_imported(packages):
 def test_without_fla_torch_computes_on_cuda_too(packages, monkeypatch):
     write(packages / "fla", "raise ModuleNotFoundError('no triton here')")
     assert kernels_fla._kernels.__wrapped__() is None
-    assert kernels_delta_fla._kernels.__wrapped__(True) is None
-    monkeypatch.setattr(kernels_delta_fla, "_kernels", lambda by_feature: None)
+    assert kernels_fla._delta_kernels.__wrapped__(True) is None
+    monkeypatch.setattr(kernels_fla, "_delta_kernels", lambda by_feature: None)
     with pytest.raises(ImportError, match="fla-core"):
-        kernels_delta_fla.delta_on_gpu(*sample(3, False).values())
+        kernels_fla.delta_on_gpu(*sample(3, False).values())
 
 
 def test_the_models_of_fla_stay_out(packages):

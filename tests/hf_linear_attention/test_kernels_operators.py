@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features.maps import FEATURE_MAPS
 from hf_linear_attention.kernels import cpu as kernels_cpu
-from hf_linear_attention.kernels import delta as kernels_delta
-from hf_linear_attention.kernels import hybrid as kernels_hybrid
 from hf_linear_attention.kernels import operators as kernels_operators
 from hf_linear_attention.mechanisms.base import LayerShape
 from hf_linear_attention.mechanisms.registry import MECHANISMS
@@ -87,9 +85,8 @@ def test_gradients_in_torch_are_computed_by_the_thread_that_asks(row, mode, monk
     monkeypatch.setattr(kernels_cpu, "library", lambda: None)
     threads = {threading.get_ident()}
     gradients_of = kernels_operators.gradients_of
-    for module in (kernels_operators, kernels_hybrid, kernels_delta):
-        record = lambda *given: threads.add(threading.get_ident()) or gradients_of(*given)  # noqa: E731
-        monkeypatch.setattr(module, "gradients_of", record)
+    record = lambda *given: threads.add(threading.get_ident()) or gradients_of(*given)  # noqa: E731
+    monkeypatch.setattr(kernels_operators, "gradients_of", record)
     mechanism, inputs = build_mechanism(row), [torch.randn(2, heads, 70, 8, requires_grad=True) for heads in (4, 2, 2)]
     options = {"attention_mask": None, "scaling": 0.3, "is_causal": True, "state": None}
     torch._dynamo.reset()

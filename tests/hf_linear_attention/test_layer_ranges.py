@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 
 from hf_linear_attention import convert
 from hf_linear_attention.conversion_api import convert_config
-from hf_linear_attention.layer_numbers import parse_by_layer, ranges_of
-from hf_linear_attention.layer_ranges import entries_by_layer
+from hf_linear_attention.layer_ranges import entries_by_layer, parse_by_layer, ranges_of
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

@@ -14,8 +14,8 @@ from hf_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features.maps import FEATURE_MAPS
 from hf_linear_attention.features.random_maps import RANDOM_FEATURES
 from hf_linear_attention.kernels import cpu as kernels_cpu
-from hf_linear_attention.mechanisms import bidirectional_window
 from hf_linear_attention.mechanisms import linear as mechanism_linear
+from hf_linear_attention.mechanisms import window as mechanism_window
 from hf_linear_attention.mechanisms.base import MechanismInputs
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
@@ -133,7 +133,7 @@ def test_lengths_around_blocks_and_sizes(row, is_causal):
 )
 @torch.no_grad()
 def test_chunks_of_an_encoder_equal_the_oracle(row, monkeypatch):
-    monkeypatch.setattr(bidirectional_window, "QUERIES_AT_ONCE", 2 * 4 * 8 * 16)  # 16 tokens
+    monkeypatch.setattr(mechanism_window, "QUERIES_AT_ONCE", 2 * 4 * 8 * 16)  # 16 tokens
     monkeypatch.setattr(mechanism_linear, "FEATURES_IN_CACHE", 1)  # 64 tokens
     mechanism = build_mechanism(row, dtype=torch.float64)
     mechanism.trained_length = 40  # of all inputs but the first, so that their far keys weigh less

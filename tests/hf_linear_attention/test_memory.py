@@ -13,8 +13,8 @@ from torch import Tensor
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.mechanisms import aft as mechanism_aft
-from hf_linear_attention.mechanisms import bidirectional_window
 from hf_linear_attention.mechanisms import linear as mechanism_linear
+from hf_linear_attention.mechanisms import window as mechanism_window
 from hf_linear_attention.mechanisms.base import LayerShape
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 CHUNKS = (
     (mechanism_linear, "FEATURES_IN_CACHE"),
     (mechanism_aft, "PART_ELEMENTS"),
-    (bidirectional_window, "QUERIES_AT_ONCE"),
+    (mechanism_window, "QUERIES_AT_ONCE"),
 )
 
 

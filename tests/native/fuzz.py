@@ -30,15 +30,21 @@ from poison import poisoned_allocations
 
 from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.kernels import delta as kernels_delta
-from hf_linear_attention.kernels import joint as kernels_joint
-from hf_linear_attention.kernels.cpu import KernelBackend
+from hf_linear_attention.kernels import hybrid as kernels_hybrid
+from hf_linear_attention.kernels.cpu import KernelBackend, takes_attention
 from hf_linear_attention.kernels.hybrid import step_parts
-from hf_linear_attention.kernels.operators import takes_attention
 from hf_linear_attention.torch_kernels import attention as kernels
 from hf_linear_attention.torch_kernels import delta as kernels_delta_torch
 from hf_linear_attention.torch_kernels.blocks import EMPTY_MAXIMUM, EXP, Affine, KernelMap
-from hf_linear_attention.torch_kernels.slots import slot_attention
-from hf_linear_attention.torch_kernels.window import NearKeys, SinkKeys, exact_part, join, log_size, plain_window
+from hf_linear_attention.torch_kernels.window import (
+    NearKeys,
+    SinkKeys,
+    exact_part,
+    join,
+    log_size,
+    plain_window,
+    slot_attention,
+)
 
 
 # What rounding leaves, with room for sums of both signs; gradients see the rounded outputs, as often as there are rows.
@@ -47,7 +53,7 @@ ATTENTION = (
     *("query", "key", "value", "key_mask", "log_decay", "state"),
     *("key_weight", "key_bias", "key_norm", "query_weight"),
 )
-JOINT = kernels_joint.Given._fields[: kernels_joint.TENSORS]
+JOINT = kernels_hybrid.Given._fields[: kernels_hybrid.TENSORS]
 WINDOW = ("query", "key", "value", "visible", "sink_key", "sink_value", "seen", "sink_query")
 
 
@@ -82,9 +88,9 @@ def features(t, options, constants):
 
 
 def step(t, options, constants):
-    how = {"log_features": options["function"] == EXP, "log_decay": t.get("log_decay")}
+    how = {"log_features": options["function"] == EXP, "log_decay": t.get("log_decay"), "is_causal": True}
     with torch.set_grad_enabled("is_exact" in constants):
-        output, state = kernels.attention_step(t["query"], t["key"], t["value"], t["state"], **how)
+        output, state = kernels.kernel_attention(t["query"], t["key"], t["value"], state=t["state"], **how)
     return [output, *comparable(constants, options["function"], None, None, None, state)]
 
 
@@ -137,9 +143,9 @@ def window_operator(t, options, constants):
 def joint(t, options, constants):
     """The operator, or in float64 what it stands for."""
     how = (options[name] for name in ("function", "window", "scaling", "pairs", "pairs"))
-    given = kernels_joint.Given(*(t.get(name) for name in JOINT), *how)
+    given = kernels_hybrid.Given(*(t.get(name) for name in JOINT), *how)
     output, *_, state = (
-        kernels_joint.plain_joint(given) if "is_exact" in constants else OPERATORS.joint_attention(*given)
+        kernels_hybrid.plain_joint(given) if "is_exact" in constants else OPERATORS.joint_attention(*given)
     )
     return [output, *comparable(constants, options["function"], None, None, None, state)]
 
@@ -338,7 +344,7 @@ def spread_of_keys(call: Call) -> float:
     t = {name: widened(x) for name, x in call.clean.items()}
     key = t["key"]
     if t.get("key_turn") is not None:
-        key = kernels_joint._turn(key, t["key_turn"], call.options["pairs"])
+        key = kernels_hybrid._turn(key, t["key_turn"], call.options["pairs"])
     exponents = key @ t["key_weight"]
     if t.get("key_norm") is not None:
         exponents = exponents - t["key_norm"] * key.square().sum(-1, keepdim=True) * (call.options["scaling"] / 2)

@@ -6,16 +6,12 @@ from types import SimpleNamespace
 
 from hf_linear_attention.kernels import delta as kernels_delta
 from hf_linear_attention.kernels import hybrid as kernels_hybrid
-from hf_linear_attention.kernels import joint as kernels_joint
 from hf_linear_attention.kernels import operators as kernels_operators
-from hf_linear_attention.kernels import slots as kernels_slots
 
 
 FAMILIES = (
     (kernels_operators.OPERATORS, kernels_operators.OPERATORS_OF_ATTENTION),
     (kernels_hybrid.OPERATORS, kernels_hybrid.OPERATORS_OF_HYBRID),
-    (kernels_joint.OPERATORS, kernels_joint.OPERATORS_OF_JOINT),
-    (kernels_slots.OPERATORS, kernels_slots.OPERATORS_OF_SLOTS),
     (kernels_delta.OPERATORS, kernels_delta.OPERATORS_OF_DELTA),
 )
 OPERATORS = SimpleNamespace(**{name: getattr(registered, name) for registered, names in FAMILIES for name in names})

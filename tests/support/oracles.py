@@ -29,10 +29,6 @@ def relu(feature_map, query, key, scaling):
     return reference.relu(query).log(), reference.relu(key).log()
 
 
-def squared_relu(feature_map, query, key, scaling):
-    return reference.squared_relu(query).log(), reference.squared_relu(key).log()
-
-
 def t2r(feature_map, query, key, scaling):
     parameters = [p.repeat_interleave(query.shape[1] // key.shape[1], dim=0) for p in feature_map.parameters()]
     key = reference.repeat_heads(key, query.shape[1])
@@ -315,7 +311,6 @@ def convolved(x, weight):
 FEATURES = {
     "elu1": elu1,
     "relu": relu,
-    "squared_relu": squared_relu,
     "exp": exp,
     "hedgehog": hedgehog,
 }

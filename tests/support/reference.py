@@ -79,11 +79,6 @@ def relu(x: torch.Tensor) -> torch.Tensor:
     return x.double().clamp(min=0) + 1e-3
 
 
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2 + 1e-3, the constant as in `relu`."""
-    return x.double().clamp(min=0).square() + 1e-3
-
-
 def t2r(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, scaling: float) -> torch.Tensor:
     """T2R (Kasai 2021): relu(W x + b) per head; x `[B, H, N, D]`, weight `[H, D, F]`, bias `[H, 1, F]`."""
     return (x.double() * math.sqrt(scaling) @ weight.double() + bias.double()).relu()
