@@ -6,7 +6,7 @@ import math
 
 import reference
 import torch
-from matrix import build_mechanism, call_mechanism
+from matrix import attend, build_mechanism
 
 from hf_linear_attention.features.maps import FEATURE_MAPS, elu_plus_one
 from hf_linear_attention.features.random_maps import RANDOM_FEATURES
@@ -54,9 +54,7 @@ def test_t2r_gives_zero_to_a_query_without_features_and_constants_to_the_others(
     query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
     with torch.no_grad():
         mechanism.feature_map.bias[0] = -1e3  # the first key/value head, of query heads 0 and 1
-    output, _ = call_mechanism(
-        mechanism, query, key, torch.ones_like(key), attention_mask=None, scaling=1.0, is_causal=False, state=None
-    )
+    output, _ = attend(mechanism, query, key, torch.ones_like(key), is_causal=False)
     assert torch.equal(output[:, :, :2], torch.zeros(1, 5, 2, 8))
     torch.testing.assert_close(output[:, :, 2:], torch.ones(1, 5, 2, 8))
 

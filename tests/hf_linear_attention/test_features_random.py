@@ -7,31 +7,17 @@ import math
 
 import pytest
 import torch
-from matrix import call_mechanism
+from matrix import attend, mechanism_of, move, qkv
+from oracles import ORACLES
 from torch.utils.checkpoint import checkpoint
 
-from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features.maps import orthogonal_random_matrix
 from hf_linear_attention.features.random_maps import RANDOM_FEATURES, GeneralizedRandomFeatureMap, optimal_norm_weight
-from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs
-from hf_linear_attention.mechanisms.performer import PerformerAttention
+from hf_linear_attention.mechanisms.base import MechanismInputs, Rotary
 
 
-SHAPE = LayerShape(4, 2, 8, 1)
-
-
-def performer(**settings) -> PerformerAttention:
-    mechanism = PerformerAttention(LinearAttentionSettings({"mechanism": "performer", **settings}), SHAPE)
-    mechanism.reset_parameters()
-    return mechanism
-
-
-def attend(mechanism, length=6, seed=0, state=None, is_causal=True, heads=(4, 2), mask=None):
-    generator = torch.Generator().manual_seed(seed)
-    query, key, value = (torch.randn(2, h, length, 8, generator=generator) for h in (heads[0], heads[1], heads[1]))
-    return call_mechanism(
-        mechanism, query, key, value, attention_mask=mask, scaling=0.25, is_causal=is_causal, state=state
-    )
+def performer(layer=1, rotary=None, **settings):
+    return mechanism_of({"mechanism": "performer", **settings}, layer=layer, rotary=rotary)
 
 
 def test_orthogonal_matrices_are_haar():
@@ -47,9 +33,8 @@ def test_orthogonal_matrices_are_haar():
 def test_all_features_project_on_orthogonal_or_independent_rows(features):
     per_row = RANDOM_FEATURES[features].features_per_row
     for orthogonal in (True, False):
-        projection = performer(
-            num_features=20 * per_row, features=features, orthogonal=orthogonal
-        ).feature_map.projection
+        mechanism = performer(num_features=20 * per_row, features=features, orthogonal=orthogonal)
+        projection = mechanism.feature_map.projection
         assert projection.shape == (20, 8)
         overlaps = [(block @ block.T).triu(1).abs().max() for block in projection.split(8)]  # the last block has 4 rows
         # rounding, against the overlap of independent rows of norm 2.8
@@ -132,30 +117,32 @@ def test_the_optimal_norm_weight_minimises_the_variance(dim, f):
     assert ours < 0
 
 
-def test_calibration_sees_real_tokens_alone_and_each_head_by_itself():
-    generator = torch.Generator().manual_seed(0)
-    query, key = torch.randn(2, 4, 10, 8, generator=generator), torch.randn(2, 2, 10, 8, generator=generator)
+@pytest.mark.parametrize("geometry", ["fixed", "learned"])
+def test_calibration_sees_real_tokens_alone_and_each_head_by_itself(geometry):
+    """A learned geometry maps queries and keys first."""
+    query, key, _ = qkv(10)
     key[:, 1] *= 2.0
     mask = torch.ones(2, 10, dtype=torch.bool)
     mask[0, 6:] = False
-    mechanism = performer(features="favor++", num_features=16)
+    mechanism = performer(features="favor++", num_features=16, geometry=geometry)
     torch.testing.assert_close(mechanism.feature_map.norm_weight, torch.zeros(2))
-    before, _ = attend(mechanism)
-    torch.testing.assert_close(before, attend(performer(num_features=16))[0])  # A = 0 is FAVOR+
+    before, _ = attend(mechanism, query, key, key)
+    torch.testing.assert_close(before, attend(performer(num_features=16), query, key, key)[0])  # A = 0 is FAVOR+
+    move(mechanism)
+    seen = mechanism.geometry(query, key) if geometry == "learned" else (query, key)
     given = MechanismInputs(query, key, key, mask, 0.25, is_causal=False)
     mechanism.calibrate(given)
     fitted = mechanism.feature_map.norm_weight.clone()
     for head in range(2):  # f as in the paper: the mean of |q_i + k_j|^2 over all pairs of a head
-        real_query = query[:, 2 * head : 2 * head + 2].transpose(1, 2)[mask].reshape(-1, 8).double() * 0.5
-        real_key = key[:, head][mask].double() * 0.5
+        real_query = seen[0][:, 2 * head : 2 * head + 2].transpose(1, 2)[mask].reshape(-1, 8).double() * 0.5
+        real_key = seen[1][:, head][mask].double() * 0.5
         f = (real_query[:, None] + real_key).square().sum(-1).mean()
         assert fitted[head].item() == pytest.approx(optimal_norm_weight(f, 8).item(), rel=1e-5)
-    noisy_query, noisy_key = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (query, key))
-    mechanism.calibrate(given._replace(query=noisy_query, key=noisy_key))
+    noisy = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (query, key)]
+    mechanism.calibrate(given._replace(query=noisy[0], key=noisy[1]))
+    attend(mechanism.train(), *qkv(9, seed=4))  # frozen
     assert torch.equal(mechanism.feature_map.norm_weight, fitted)
-    attend(mechanism.train(), length=9, seed=4)  # frozen
-    assert torch.equal(mechanism.feature_map.norm_weight, fitted)
-    assert not torch.allclose(attend(mechanism)[0], before)
+    assert not torch.allclose(attend(mechanism, query, key, key)[0], before)
 
 
 def test_projections_are_redrawn_every_interval_of_training_forwards():
@@ -163,10 +150,9 @@ def test_projections_are_redrawn_every_interval_of_training_forwards():
     first = mechanism.feature_map.projection.clone()
     seen = []
     for _ in range(6):
-        _, state = attend(mechanism)
-        attend(mechanism, state=state)  # goes on with a sequence: the projection must stay
-        mechanism.eval()
-        attend(mechanism)
+        _, state = attend(mechanism, *qkv(6))
+        attend(mechanism, *qkv(6), state=state)  # goes on with a sequence: the projection must stay
+        attend(mechanism.eval(), *qkv(6))
         mechanism.train()
         seen.append(mechanism.feature_map.projection.clone())
     assert torch.equal(seen[0], first)
@@ -174,19 +160,16 @@ def test_projections_are_redrawn_every_interval_of_training_forwards():
     again = performer(num_features=16, redraw_interval=2).train()
     for expected in seen:
         torch.manual_seed(len(seen))
-        attend(again, seed=9)  # whatever the data, whatever the global seed: all ranks agree
+        attend(again, *qkv(6, seed=9))  # whatever the data, whatever the global seed: all ranks agree
         assert torch.equal(again.feature_map.projection, expected)
     other = performer(num_features=16, redraw_interval=2, seed=1).train()
     for _ in range(3):
-        attend(other)
+        attend(other, *qkv(6))
     assert not torch.equal(other.feature_map.projection, seen[2])
 
 
 def test_every_layer_and_seed_has_a_projection_of_its_own():
-    settings = [LinearAttentionSettings({"mechanism": "performer", "seed": seed}) for seed in (0, 1)]
-    mechanisms = [PerformerAttention(settings[seed], LayerShape(4, 2, 8, layer)) for seed in (0, 1) for layer in (0, 1)]
-    for mechanism in mechanisms:
-        mechanism.reset_parameters()
+    mechanisms = [performer(layer, seed=seed) for seed in (0, 1) for layer in (0, 1)]
     for first, second in itertools.combinations(mechanisms, 2):
         assert not torch.equal(first.feature_map.projection, second.feature_map.projection)
 
@@ -194,14 +177,13 @@ def test_every_layer_and_seed_has_a_projection_of_its_own():
 def test_a_loaded_checkpoint_computes_as_before_and_goes_on_as_without_the_break():
     mechanism = performer(num_features=16, redraw_interval=3).train()
     for _ in range(4):
-        attend(mechanism)
+        attend(mechanism, *qkv(6))
     loaded = performer(num_features=16, redraw_interval=3)
     loaded.load_state_dict(mechanism.state_dict())
-    assert torch.equal(attend(loaded.eval())[0], attend(mechanism.eval())[0])
-    assert torch.equal(loaded.feature_map.projection, mechanism.feature_map.projection)
+    assert torch.equal(attend(loaded.eval(), *qkv(6))[0], attend(mechanism.eval(), *qkv(6))[0])
     loaded.train(), mechanism.train()
     for _ in range(4):
-        assert torch.equal(attend(loaded)[0], attend(mechanism)[0])
+        assert torch.equal(attend(loaded, *qkv(6))[0], attend(mechanism, *qkv(6))[0])
 
 
 def test_gradient_checkpointing_recomputes_with_the_projection_of_its_forward():
@@ -209,16 +191,51 @@ def test_gradient_checkpointing_recomputes_with_the_projection_of_its_forward():
     for wrap in (False, True):
         mechanism = performer(num_features=16, redraw_interval=1).train()
         for step in range(3):
-            query, key, value = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(step))
-            query.requires_grad_()
-
-            def run(query, mechanism=mechanism, key=key, value=value):
-                return call_mechanism(
-                    mechanism, query, key, value, attention_mask=None, scaling=0.25, is_causal=True, state=None
-                )[0]
-
-            output = checkpoint(run, query, use_reentrant=False) if wrap else run(query)
-            gradients.append(torch.autograd.grad(output.sum() ** 2, query)[0])
+            inputs = [x.requires_grad_() for x in qkv(5, seed=step)]
+            run = lambda *given: attend(mechanism, *given)[0]  # noqa: B023, E731
+            output = checkpoint(run, *inputs, use_reentrant=False) if wrap else run(*inputs)
+            gradients.append(torch.autograd.grad(output.sum() ** 2, inputs[0])[0])
         assert mechanism.num_forwards == 3
     for plain, recomputed in zip(gradients[:3], gradients[3:]):
         assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("features", RANDOM_FEATURES)
+def test_a_learned_geometry_starts_as_the_same_function_bit_for_bit(features):
+    for dtype in (torch.float32, torch.bfloat16):
+        given = {"num_features": 16, "features": features}
+        fixed, learned = (performer(geometry=geometry, **given) for geometry in ("fixed", "learned"))
+        inputs, is_causal = qkv(9, dtype=dtype), features != "trig"  # which has no causal form
+        output, _ = attend(learned, *inputs, is_causal=is_causal)
+        assert output.dtype == dtype
+        assert torch.equal(output, attend(fixed, *inputs, is_causal=is_causal)[0])
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor, frequencies: list[float]) -> torch.Tensor:
+    """`x` `[B, heads, N, 8]` in float64 with the channel pairs (i, i + 4) turned by position times frequency."""
+    angle = positions[:, None, :, None] * torch.tensor(frequencies, dtype=torch.float64)
+    a, b = x.double().chunk(2, dim=-1)
+    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), dim=-1)
+
+
+@pytest.mark.parametrize("sizes", [[23], [9, 1, 1, 12]])
+def test_partial_rotary_with_geometry_and_decay_equals_the_oracle(sizes):
+    """The maps see the fast frequencies alone, with left padding, as one forward pass and as prefill and decoding."""
+    frequencies = [1.0, 0.3, 0.02, 0.001]
+    settings = {"num_features": 16, "geometry": "learned", "decay": "learned", "rope": "partial", "rope_frequencies": 2}
+    mechanism = move(performer(rotary=Rotary(tuple(frequencies)), trained_length=32, **settings))
+    query, key, value = qkv(23)
+    mask = torch.ones(2, 23, dtype=torch.bool)
+    mask[0, :5] = False
+    positions = (mask.cumsum(1) - 1).clamp(min=0).int()
+    whole = [rotated(x, positions, frequencies).float() for x in (query, key)]
+    seen = [rotated(x, positions, [*frequencies[:2], 0.0, 0.0]) for x in (query, key)]
+    expected = ORACLES["performer"](mechanism, *seen, value.double(), mask, True, 0.25).transpose(1, 2)
+    state, outputs = None, []
+    parts = [x.split(sizes, dim=2) for x in (*whole, value)] + [x.split(sizes, dim=1) for x in (mask, positions)]
+    for given in zip(*parts):
+        prepared = mechanism.prepare(MechanismInputs(*given[:4], 0.25, True, given[4]))
+        output, state = mechanism(prepared, state)
+        outputs.append(output)
+    # float32 rotates back and forth: 1e-7 of the queries, times exponents of about 10
+    torch.testing.assert_close(torch.cat(outputs, dim=1).double(), expected, rtol=1e-4, atol=1e-5)

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import call_mechanism, stock_config, stock_model
+from matrix import attend, mechanism_of, qkv, stock_config, stock_model
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from hf_linear_attention import convert
-from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.conversion.plan import state_bytes
 from hf_linear_attention.conversion_api import convert_config
-from hf_linear_attention.mechanisms.base import LayerShape
-from hf_linear_attention.mechanisms.gated_delta import GatedDeltaAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.torch_kernels.delta import gated_delta
 
 
-HIDDEN = 24
-
-
-def build(max_length=None, rotary=None, head_dim=8, **settings):
-    filled = LinearAttentionSettings({"mechanism": "gated_delta", **settings}, is_causal=True, model_type="test")
-    shape = LayerShape(4, 2, head_dim, 0, max_length, rotary=rotary, hidden_size=HIDDEN)
-    mechanism = GatedDeltaAttention(filled, shape)
-    mechanism.reset_parameters()
-    return mechanism
-
-
-def sample(length, head_dim=8):
-    return [torch.randn(2, heads, length, head_dim) for heads in (4, 2, 2)]
-
-
-def run(mechanism, query, key, value, gates, mask=None, state=None):
-    options = {"attention_mask": mask, "scaling": 0.3, "is_causal": True, "state": state, "gates": gates}
-    return call_mechanism(mechanism, query, key, value, **options)
+def build(**settings):
+    return mechanism_of({"mechanism": "gated_delta", **settings}, is_causal=True)
 
 
 def test_it_is_the_rule_of_qwen3_next():
@@ -57,7 +38,7 @@ def test_the_state_recalls_the_newest_value_of_a_key_or_the_sum_of_all(erase):
     mechanism = build(decay="none", erase=erase)
     key = torch.eye(8)[[*range(8), *range(8)]].expand(2, 2, -1, -1) * 3
     value, query = torch.randn(2, 2, 16, 8), key[:, :1].expand(-1, 4, -1, -1)
-    output, _ = run(mechanism, query, key, value, torch.ones(2, 16, 2))
+    output, _ = attend(mechanism, query, key, value, gates=torch.ones(2, 16, 2))
     first, second = value[:, :, :8], value[:, :, 8:]
     expected = torch.cat((first, second if erase else first + second), dim=2).repeat_interleave(2, dim=1)
     torch.testing.assert_close(output.transpose(1, 2), expected, rtol=1e-4, atol=1e-5)  # lengths have an epsilon
@@ -66,7 +47,7 @@ def test_the_state_recalls_the_newest_value_of_a_key_or_the_sum_of_all(erase):
 @pytest.mark.parametrize("decay", ["none", "head", "channel"])
 def test_the_start_does_not_depend_on_the_hidden_states(decay):
     mechanism = build(decay=decay, trained_length=100)
-    gates = mechanism.gates(torch.randn(3, 7, HIDDEN))
+    gates = mechanism.gates(torch.randn(3, 7, 16))
     width = {"none": 0, "head": 2, "channel": 16}[decay]
     torch.testing.assert_close(gates[..., :2], torch.full((3, 7, 2), 0.5))
     torch.testing.assert_close(gates[..., 2:], torch.full((3, 7, width), -1 / 20))  # whatever the trained length is
@@ -75,15 +56,14 @@ def test_the_start_does_not_depend_on_the_hidden_states(decay):
 
 def test_the_convolution_starts_as_the_identity_and_sees_only_its_tokens():
     plain, mechanism = build(), build(conv_size=4)
-    query, key, value = sample(30)
-    gates = plain.gates(torch.randn(2, 30, HIDDEN))
-    torch.testing.assert_close(
-        run(mechanism, query, key, value, gates)[0], run(plain, query, key, value, gates)[0], rtol=0, atol=1e-6
-    )
+    query, key, value = qkv(30)
+    gates = plain.gates(torch.randn(2, 30, 16))
+    outputs = [attend(each, query, key, value, gates=gates)[0] for each in (mechanism, plain)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
     with torch.no_grad():
         for convolution in mechanism.convolutions:
             convolution.weight.normal_()
-    _, state = run(mechanism, query, key, value, gates)
+    _, state = attend(mechanism, query, key, value, gates=gates)
     assert [tuple(x.shape) for x in state] == [(2, 2, 8, 8), (2, 4, 3, 8), (2, 2, 3, 8), (2, 2, 3, 8)]
     assert torch.equal(state[1], query[:, :, 27:])
     # three tokens back a change of a key is in the state, four back it is not in the newest key
@@ -111,7 +91,5 @@ def test_what_it_cannot_do_is_refused():
         convert_config(stock_config("bert"), mechanism="gated_delta")
     with pytest.raises(ValueError, match="`conv_size` = 1 would see no earlier token; use 0 or at least 2"):
         build(conv_size=1)
-    with pytest.raises(ValueError, match="give the layer's `hidden_size`"):
-        GatedDeltaAttention(LinearAttentionSettings({"mechanism": "gated_delta"}), LayerShape(4, 2, 8, 0))
     with pytest.raises(ValueError, match="needs `gates`; compute them with the method of that name"):
-        run(build(), *sample(3), None)
+        attend(build(), *qkv(3))

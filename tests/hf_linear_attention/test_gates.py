@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import tiny_model
-from matrix import stock_model
+from matrix import attend, build_mechanism, hidden_states_of, move, qkv, stock_model
+from oracles import exact
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
 
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.architectures import attention_modules, refuse_without_hidden_states
 from hf_linear_attention.attention.cache import state_layer
 from hf_linear_attention.attention_observation import observe_attention
+from hf_linear_attention.mechanisms import linear as mechanism_linear
 from hf_linear_attention.mechanisms.gated_delta import GatedDeltaAttention
+from hf_linear_attention.mechanisms.token_gates import INITIAL_SLOPE
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
@@ -39,11 +42,8 @@ MASK[0, :2] = 0
 def build(name: str = "plain", family: str = "llama", **changes):
     """A converted twin whose gates differ from token to token."""
     model = convert(stock_model(family, **changes), **{"mechanism": "gated_delta", **SETTINGS[name]})
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for module in linear_attention_modules(model).values():
-            for parameter in module.linear_attention.parameters():
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    for module in linear_attention_modules(model).values():
+        move(module.linear_attention)
     return model
 
 
@@ -52,7 +52,7 @@ def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_they_come_from_the_hidden_states_of_the_layer(family, monkeypatch):
     model, hidden, given = build(family=family), [], []
     gates = GatedDeltaAttention.gates
@@ -121,8 +121,7 @@ def test_a_rollback_is_exact_and_saved(name, tmp_path):
     assert_close(step(model, cache, 12, 20), expected(model, 20)[:, 12:])
 
 
-@pytest.mark.parametrize("no_grad", [False, True])
-def test_attention_transfer_trains_them(no_grad):
+def test_attention_transfer_trains_them():
     model = build("channel")
     model.requires_grad_(False)
     for module in linear_attention_modules(model).values():
@@ -130,7 +129,7 @@ def test_attention_transfer_trains_them(no_grad):
     seen = []
     with torch.no_grad(), softmax_attention(model):
         logits = model(IDS).logits
-    with observe_attention(model, seen.append), torch.no_grad() if no_grad else torch.enable_grad():
+    with observe_attention(model, seen.append), torch.no_grad():
         assert torch.equal(model(IDS).logits, logits)
     sum((call.output - call.softmax_output).square().mean() for call in seen).backward()
     for call in seen:
@@ -171,3 +170,38 @@ def test_an_encoder_and_cross_attention_are_refused():
         part = decoder(ids, decoder_input_ids=ids[:, :4], use_cache=True)
         rest = decoder(ids, decoder_input_ids=ids[:, 4:], past_key_values=part.past_key_values).logits
     assert_close(rest, whole[:, 4:])
+
+
+@pytest.mark.parametrize("row", ["linear-gated", "linear-gated-hedgehog", "linear-input-gate"])
+def test_parts_of_a_long_input_change_nothing(row, monkeypatch):
+    mechanism, inputs = build_mechanism(row, dtype=torch.float64), qkv(53, dtype=torch.float64)
+    mask, weight = torch.ones(2, 53, dtype=torch.bool), torch.randn(2, 53, 4, 8, dtype=torch.float64)
+    mask[0, 4:13] = False
+
+    def computed():
+        leaves = [x.requires_grad_() for x in inputs]
+        output, state = attend(mechanism, *leaves, mask)
+        return [output, *state, *torch.autograd.grad((output * weight).sum(), [*leaves, *mechanism.parameters()])]
+
+    whole = computed()
+    monkeypatch.setattr(mechanism_linear, "TOKENS_PER_PART", 6)
+    torch.testing.assert_close(computed(), whole)
+
+
+@torch.no_grad()
+def test_a_strong_decay_keeps_its_digits_in_a_long_input():
+    mechanism, inputs = build_mechanism("linear-gated"), qkv(10_000, batch=1)
+    mechanism.gate.forget.rate.fill_(3.0)  # about 3 nats per token, 30,000 over the input
+    output, _ = attend(mechanism, *inputs)
+    expected = exact("linear-gated", mechanism.double(), *(x[:, :, 9_900:] for x in inputs))
+    # Exponents reach 12,000 within a part of 4,096 tokens, where neighbouring float32 numbers are .001 apart; the
+    # first of these 100 queries still see keys that the oracle does not.
+    torch.testing.assert_close(output[:, 9_950:].double(), expected[:, 50:], atol=5e-3, rtol=0)
+
+
+def test_gates_of_linear_start_as_a_constant_decay():
+    mechanism = build_mechanism("linear-gated")
+    mechanism.gate.reset_parameters(mechanism.generator())
+    weight, forget = mechanism.gate.split(mechanism.gates(hidden_states_of(qkv(5)[1])), None)
+    assert weight.abs().max() == 0
+    torch.testing.assert_close(forget, torch.full_like(forget, -INITIAL_SLOPE))
