@@ -48,7 +48,7 @@ def test_every_mechanism_and_feature_map_has_a_row_and_an_oracle():
 
 
 def problems(row: str, lengths):
-    """`(mechanism, [query, key, value], mask)` for every length, in turn with other groups of heads, scales and padding."""
+    """`(mechanism, [query, key, value], mask)` for every length, in turn with other heads, scales and padding."""
     turns = zip(
         lengths,
         itertools.cycle([(4, 2), (3, 3), (6, 2), (1, 1)]),
@@ -178,7 +178,8 @@ def test_padding_of_encoders_may_hold_what_overflowed(row):
 
     A row of padding alone has finite gradients, too.
     """
-    mechanism, inputs, mask = build_mechanism(row), qkv(40, std=min(2.0, MAX_STD.get(row, 2.0))), padding(40, "interior")
+    inputs = qkv(40, std=min(2.0, MAX_STD.get(row, 2.0)))
+    mechanism, mask = build_mechanism(row), padding(40, "interior")
     if not supports(row, "causal"):
         noisy = [tensor.masked_fill(~mask[:, None, :, None], torch.nan) for tensor in inputs]
         expected, _ = attend(mechanism, *inputs, mask, is_causal=False)
@@ -244,7 +245,7 @@ def test_weights_are_those_of_the_output(row):
 
 @pytest.mark.parametrize("row", MECHANISM_ROWS)
 def test_starts_empty_inputs_and_tensors_without_memory(row):
-    """A start is the same in every process, nothing comes out of nothing, and the meta device has the shapes of others."""
+    """A start is the same in every process, nothing comes of nothing, and the meta device has the shapes of others."""
     mechanism, other = build_mechanism(row), build_mechanism(row)
     for is_causal in forms(row):
         for size in ((0, 7), (2, 0), (0, 1)):

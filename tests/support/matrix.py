@@ -211,7 +211,7 @@ def move(mechanism, scale: float = 0.3):
 
 
 def qkv(length: int, *, heads=(4, 2), dim=8, batch=2, std=1.0, dtype=torch.float32, seed=0) -> list[torch.Tensor]:
-    """Queries, keys and values `[batch, heads, length, dim]`, of which queries and keys have standard deviation `std`."""
+    """Queries, keys and values `[batch, heads, length, dim]`, queries and keys with standard deviation `std`."""
     generator = torch.Generator().manual_seed(seed)
     sizes = ((batch, number, length, dim) for number in (heads[0], heads[1], heads[1]))
     inputs = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
@@ -224,7 +224,7 @@ def attend(mechanism, query, key, value, mask=None, state=None, *, scaling=SCALI
 
 
 def padding(length: int, kind: str = "left") -> torch.Tensor | None:
-    """A mask of two rows, of which the first has padding on the left, on the right or in the interior, or none at all."""
+    """A mask of two rows, the first of which has padding on the left, on the right, in the interior, or none."""
     mask = torch.ones(2, length, dtype=torch.bool)
     places = {"left": (0, length // 3), "right": (length - length // 3, length), "interior": (length // 4, length // 2)}
     if kind == "none":
