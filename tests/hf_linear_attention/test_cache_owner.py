@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from hf_linear_attention.attention.cache import LinearAttentionStateLayer, state
 IDS = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(3))
 CASES = {
     "linear": {"mechanism": "linear", "num_features": 16},
-    "linear-elu1": {"mechanism": "linear", "feature_map": "elu1"},
     "performer": {"mechanism": "performer", "num_features": 16},
     "hybrid": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 16},
     "softmax-first": {"mechanism": "linear", "num_features": 16, "layers": [1, 2]},
@@ -25,10 +25,9 @@ CASES = {
 }
 
 
-def build(name, family="llama", **changes):
-    model = convert(stock_model(family, **changes), **CASES[name])
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    return model
+@functools.cache
+def build(name, **changes):
+    return convert(stock_model("llama", **changes), **CASES[name])
 
 
 @torch.no_grad()
@@ -47,11 +46,21 @@ def tensors(cache):
     return held
 
 
-def assert_unchanged(cache, before):
+def refuses(model, ids, cache, match, **inputs):
+    """A call is refused, and the cache is as it was."""
+    before = copy.deepcopy(tensors(cache))
+    with torch.no_grad(), pytest.raises(ValueError, match=match):
+        model(ids, past_key_values=cache, **inputs)
     for (now, count), (then, count_then) in zip(tensors(cache), before, strict=True):
         assert count == count_then
         assert len(now) == len(then)
         assert all(torch.equal(*pair) for pair in zip(now, then))
+
+
+def goes_on(model, cache, rows, start=5):
+    """And the cache still goes on as if nothing had been."""
+    expected = read(model, IDS[:rows]).logits[:, start:]
+    torch.testing.assert_close(read(model, IDS[:rows, start:], cache).logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -59,40 +68,35 @@ def assert_unchanged(cache, before):
 def test_other_rows_are_refused_before_anything_changes(name, rows, new):
     model, (cached, given) = build(name), rows
     cache = read(model, IDS[:cached, :5]).past_key_values
-    before = copy.deepcopy(tensors(cache))
     repeat = r".*cache.batch_repeat_interleave\(3\)" if cached == 1 else ""
-    with pytest.raises(ValueError, match=rf"a cache of {cached} rows? and an input of {given}\.{repeat}"):
-        read(model, IDS[:given, 5 : 5 + new], cache)
-    assert_unchanged(cache, before)
-    # and it still goes on as if nothing had been
-    expected = read(model, IDS[:cached]).logits[:, 5:]
-    torch.testing.assert_close(read(model, IDS[:cached, 5:], cache).logits, expected, atol=1e-4, rtol=1e-4)
+    said = rf"a cache of {cached} rows? and an input of {given}\.{repeat}"
+    refuses(model, IDS[:given, 5 : 5 + new], cache, said)
+    goes_on(model, cache, cached)
 
 
-@pytest.mark.parametrize("name", ["linear", "softmax-first"])
-def test_tokens_that_stayed_after_a_rollback(name):
-    model = build(name)
+def recording(model):
+    """A cache of the states of every converted layer, that remembers what goes into them."""
     cache = DynamicCache(config=model.config)
     for module in model.modules():
         if hasattr(module, "linear_attention"):
             state_layer(cache, module.layer_idx)
     cache.activate_past_recording()
+    return cache
+
+
+@pytest.mark.parametrize("name", ["linear", "softmax-first"])
+def test_tokens_that_stayed_after_a_rollback(name):
+    model = build(name)
+    cache = recording(model)
     read(model, IDS[:1, :5], cache)
     cache.crop(-2)
-    before = copy.deepcopy(tensors(cache))
-    with pytest.raises(ValueError, match="a cache of 1 row and an input of 3"):
-        read(model, IDS[:, 3:5], cache)
-    assert_unchanged(cache, before)
-    expected = read(model, IDS[:1]).logits[:, 3:]
-    torch.testing.assert_close(read(model, IDS[:1, 3:], cache).logits, expected, atol=1e-4, rtol=1e-4)
+    refuses(model, IDS[:, 3:5], cache, "a cache of 1 row and an input of 3")
+    goes_on(model, cache, 1, start=3)
 
 
 def test_an_emptied_cache_takes_any_rows():
     model = build("hybrid")
-    cache = DynamicCache(config=model.config)
-    for layer in range(3):
-        state_layer(cache, layer)
-    cache.activate_past_recording()
+    cache = recording(model)
     read(model, IDS[:1, :5], cache)
     cache.crop(-5)
     torch.testing.assert_close(read(model, IDS, cache).logits, read(model, IDS).logits)
@@ -100,90 +104,60 @@ def test_an_emptied_cache_takes_any_rows():
     torch.testing.assert_close(read(model, IDS[:2], cache).logits, read(model, IDS[:2]).logits)
 
 
-def build_bart(**settings):
-    config = transformers.BartConfig(
-        vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        max_position_embeddings=64,
-        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, init_std=0.3, forced_eos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return convert(transformers.BartForConditionalGeneration(config).eval(), num_features=16, **settings)
-
-
 @pytest.mark.parametrize("cross", [True, False])
+@torch.no_grad()
 def test_an_encoder_decoder(cross):
-    model = build_bart(cross_attention=cross)
-    with torch.no_grad():
-        encoded = model.get_encoder()(IDS)
-        one = type(encoded)(last_hidden_state=encoded.last_hidden_state[:1])
-        cache = model(encoder_outputs=one, decoder_input_ids=IDS[:1, :4], use_cache=True).past_key_values
-        before = copy.deepcopy(tensors(cache.self_attention_cache))
+    sizes = {"vocab_size": 64, "d_model": 32, "max_position_embeddings": 64, "init_std": 0.3}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 48}
+    stock = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes)).eval()
+    model = convert(stock, num_features=16, cross_attention=cross)
+    encoded = model.get_encoder()(IDS)
+    one = type(encoded)(last_hidden_state=encoded.last_hidden_state[:1])
+    cache = model(encoder_outputs=one, decoder_input_ids=IDS[:1, :4], use_cache=True).past_key_values
+    for _ in range(1 + cross):
         with pytest.raises(ValueError, match="a cache of 1 row and an input of 3"):
             model(encoder_outputs=encoded, decoder_input_ids=IDS[:, 4:6], past_key_values=cache)
-        assert_unchanged(cache.self_attention_cache, before)
-        if cross:  # the decoder's own state repeated, the encoder's forgotten
-            cache.self_attention_cache.batch_repeat_interleave(3)
-            with pytest.raises(ValueError, match="a cache of 1 row and an input of 3"):
-                model(encoder_outputs=encoded, decoder_input_ids=IDS[:, 4:6], past_key_values=cache)
+        # the decoder's own state repeated, the encoder's forgotten
+        cache.self_attention_cache.batch_repeat_interleave(3)
 
 
 @pytest.mark.parametrize(
     "other",
     [
         {"mechanism": "hybrid", "window_size": 4, "num_features": 16},
-        {"mechanism": "performer", "num_features": 16},
         {"mechanism": "performer", "num_features": 16, "seed": 1},
         {"mechanism": "linear", "num_features": 24},
-        {"mechanism": "linear", "feature_map": "elu1"},
         {"mechanism": "aft", "variant": "simple"},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["linear", "performer", "hybrid"])
 def test_the_state_of_another_mechanism_is_refused(name, other):
-    if CASES[name] == other:
-        return
-    model, stranger = build(name), convert(stock_model("llama"), **other)
-    cache = read(stranger, IDS[:, :5]).past_key_values
-    before = copy.deepcopy(tensors(cache))
-    with pytest.raises(ValueError, match=r"with the state of \w+Attention\(.*\) in a layer of \w+Attention\(.*\)\."):
-        read(model, IDS[:, 5:], cache)
-    assert_unchanged(cache, before)
+    cache = read(convert(stock_model("llama"), **other), IDS[:, :5]).past_key_values
+    said = r"with the state of \w+Attention\(.*\) in a layer of \w+Attention\(.*\)\."
+    refuses(build(name), IDS[:, 5:], cache, said)
 
 
-@pytest.mark.parametrize("change", [{"num_key_value_heads": 1}, {"hidden_size": 64}], ids=str)
-def test_the_state_of_other_heads_or_another_dtype_is_refused(change):
-    model = build("hybrid")
-    for stranger in (build("hybrid", **change), build("hybrid").to(torch.bfloat16)):
+def test_the_state_of_other_heads_or_another_dtype_is_refused():
+    strangers = build("hybrid", num_key_value_heads=1), build("hybrid", hidden_size=64)
+    for stranger in (*strangers, copy.deepcopy(build("hybrid")).to(torch.bfloat16)):
         cache = read(stranger, IDS[:, :5]).past_key_values
-        before = copy.deepcopy(tensors(cache))
-        with pytest.raises(ValueError, match=r"made of keys and values with \d heads of .*, and new ones with 2 heads"):
-            read(model, IDS[:, 5:], cache)
-        assert_unchanged(cache, before)
+        said = r"made of keys and values with \d heads of .*, and new ones with 2 heads"
+        refuses(build("hybrid"), IDS[:, 5:], cache, said)
 
 
-def test_softmax_attention_refuses_a_linear_cache():
-    model = build("linear")
-    cache = read(model, IDS[:, :5]).past_key_values
-    before = copy.deepcopy(tensors(cache))
-    with softmax_attention(model), pytest.raises(ValueError, match="a cache of linear attention in a layer that comp"):
-        read(model, IDS[:, 5:], cache)
-    with pytest.raises(ValueError, match="a cache of linear attention in a layer that computes softmax"):
-        read(stock_model("llama"), IDS[:, 5:], cache)
-    assert_unchanged(cache, before)
-    expected = read(model, IDS).logits[:, 5:]
-    torch.testing.assert_close(read(model, IDS[:, 5:], cache).logits, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_a_softmax_cache_is_refused():
-    model = build("linear")
-    cache = read(stock_model("llama"), IDS[:, :5]).past_key_values
-    with pytest.raises(ValueError, match="already holds 5 tokens of softmax keys and values"):
-        read(model, IDS[:, 5:], cache)
+def test_softmax_and_linear_attention_refuse_the_cache_of_each_other():
+    model, stock = build("linear"), stock_model("llama")
+    cache, said = read(model, IDS[:, :5]).past_key_values, "a cache of linear attention in a layer that computes softmax"
     with softmax_attention(model):
-        cache = read(model, IDS[:, :5]).past_key_values
-    with pytest.raises(ValueError, match="already holds 5 tokens of softmax keys and values"):
-        read(model, IDS[:, 5:], cache)
+        refuses(model, IDS[:, 5:], cache, said)
+        exact = read(model, IDS[:, :5]).past_key_values
+    refuses(stock, IDS[:, 5:], cache, said)
+    goes_on(model, cache, 3)
+    for other in (exact, read(stock, IDS[:, :5]).past_key_values):
+        with pytest.raises(ValueError, match="already holds 5 tokens of softmax keys and values"):
+            read(model, IDS[:, 5:], other)
 
 
 @pytest.mark.parametrize("row", ["aft-conv", "linear-exp", "hybrid", "gated_delta"])
@@ -195,12 +169,11 @@ def test_no_tokens_change_nothing(row):
     sizes = [(2, 4, 0, 8), (2, 2, 0, 8), (2, 2, 0, 8)]
     assert attention.attend(*map(torch.zeros, sizes), None)[0].shape == (2, 0, 4, 8)
     assert attention.attend(*(torch.zeros(0, heads, 5, 8) for heads in (4, 2, 2)), None)[0].shape == (0, 5, 4, 8)
-    cache = read(model, IDS[:2]).past_key_values
-    before = copy.deepcopy(tensors(cache))
-    if "state" in vars(cache.layers[0]):
-        output, _ = attention.attend(*map(torch.zeros, sizes), None, state_layer=cache.layers[0])
-        assert output.shape == (2, 0, 4, 8)
-        assert_unchanged(cache, before)
+    layer = read(model, IDS[:2]).past_key_values.layers[0]
+    before = [x.clone() for x in layer.state]
+    output, _ = attention.attend(*map(torch.zeros, sizes), None, state_layer=layer)
+    assert output.shape == (2, 0, 4, 8)
+    assert all(map(torch.equal, layer.state, before))
 
 
 def test_a_refused_mask_does_not_count_its_tokens():
@@ -208,6 +181,5 @@ def test_a_refused_mask_does_not_count_its_tokens():
     cache = read(model, IDS[:, :5]).past_key_values
     hole = torch.ones(9, 9, dtype=torch.bool).tril()[None, None, 5:].expand(3, -1, -1, -1).clone()
     hole[..., 2, 6] = False
-    with torch.no_grad(), pytest.raises(ValueError, match="see more than causality"):
-        model(IDS[:, 5:], attention_mask=hole, past_key_values=cache)
+    refuses(model, IDS[:, 5:], cache, "see more than causality", attention_mask=hole)
     assert cache.get_seq_length() == 5
