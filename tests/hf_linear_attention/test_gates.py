@@ -1,4 +1,4 @@
-"""Gates: what a mechanism computes from the hidden states of its layer, on every way that leads to the mechanism."""
+"""Gates: what a mechanism computes from the hidden states of its layer, and the gates of `linear`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import torch
 from architectures import tiny_model
 from matrix import attend, build_mechanism, hidden_states_of, move, qkv, stock_model
 from oracles import exact
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.architectures import attention_modules, refuse_without_hidden_states
-from hf_linear_attention.attention.cache import state_layer
 from hf_linear_attention.attention_observation import observe_attention
 from hf_linear_attention.mechanisms import linear as mechanism_linear
 from hf_linear_attention.mechanisms.gated_delta import GatedDeltaAttention
@@ -19,29 +18,12 @@ from hf_linear_attention.mechanisms.token_gates import INITIAL_SLOPE
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
-# `rope` = `partial` moves queries and keys; a convolution keeps queries for a rollback, too.
-SETTINGS = {
-    "plain": {},
-    "channel": {"decay": "channel", "num_features": 6, "rope": "partial", "rope_frequencies": 1},
-    "conv": {"conv_size": 3, "decay": "none"},
-    "hybrid": {
-        "mechanism": "hybrid",
-        "far": "both",
-        "window_size": 3,
-        "num_sinks": 1,
-        "num_features": 6,
-        "rope": "partial",
-        "rope_frequencies": 1,
-    },
-}
 IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(2))
-MASK = torch.ones_like(IDS)
-MASK[0, :2] = 0
 
 
-def build(name: str = "plain", family: str = "llama", **changes):
+def build(family: str = "llama", **settings):
     """A converted twin whose gates differ from token to token."""
-    model = convert(stock_model(family, **changes), **{"mechanism": "gated_delta", **SETTINGS[name]})
+    model = convert(stock_model(family), mechanism="gated_delta", **settings)
     for module in linear_attention_modules(model).values():
         move(module.linear_attention)
     return model
@@ -54,7 +36,7 @@ def assert_close(actual, expected):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_they_come_from_the_hidden_states_of_the_layer(family, monkeypatch):
-    model, hidden, given = build(family=family), [], []
+    model, hidden, given = build(family), [], []
     gates = GatedDeltaAttention.gates
 
     def spy(self, hidden_states):
@@ -74,55 +56,8 @@ def test_they_come_from_the_hidden_states_of_the_layer(family, monkeypatch):
         assert values.std(dim=1).min() > 1e-4  # they differ between tokens
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@torch.no_grad()
-def test_packed_sequences_are_as_separate_ones(name):
-    model = build(name)
-    positions = torch.cat((torch.arange(7), torch.arange(13))).expand(2, -1)
-    separate = torch.cat([model(part, use_cache=False).logits for part in IDS.split([7, 13], dim=1)], dim=1)
-    assert_close(model(IDS, position_ids=positions, use_cache=False).logits, separate)
-    # with a cache, transformers leaves it to the mask
-    numbers = torch.arange(20) // 7 > 0
-    mask = (numbers[:, None] == numbers).tril().expand(2, 1, -1, -1)
-    output = model(IDS, attention_mask=mask, position_ids=positions, use_cache=True)
-    assert_close(output.logits, separate)
-    token = IDS[:, 3:4]
-    following = model(token, position_ids=torch.full((2, 1), 13), past_key_values=output.past_key_values).logits
-    assert_close(following, model(torch.cat((IDS[:, 7:], token), dim=1), use_cache=False).logits[:, -1:])
-
-
-def step(model, cache, start, stop):
-    return model(IDS[:, start:stop], attention_mask=MASK[:, :stop], past_key_values=cache).logits
-
-
-def expected(model, stop):
-    return model(IDS[:, :stop], attention_mask=MASK[:, :stop], use_cache=False).logits
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-@torch.no_grad()
-def test_a_rollback_is_exact_and_saved(name, tmp_path):
-    model = build(name)
-    cache = DynamicCache(config=model.config)
-    for layer in range(3):
-        state_layer(cache, layer)
-    cache.activate_past_recording()
-    step(model, cache, 0, 10)
-    cache.crop(-3)
-    model.save_prompt_state(cache, tmp_path / "prompt.safetensors")
-    restored = model.load_prompt_state(tmp_path / "prompt.safetensors")
-    assert_close(step(model, restored, 7, 20), expected(model, 20)[:, 7:])
-    assert_close(step(model, cache, 7, 12), expected(model, 12)[:, 7:])
-    cache.crop(0)
-    step(model, cache, 12, 15)
-    cache.crop(-1)
-    cache.crop(-2)
-    cache.reorder_cache(torch.tensor([0, 1]))
-    assert_close(step(model, cache, 12, 20), expected(model, 20)[:, 12:])
-
-
 def test_attention_transfer_trains_them():
-    model = build("channel")
+    model = build(decay="channel", num_features=6, rope="partial", rope_frequencies=1)
     model.requires_grad_(False)
     for module in linear_attention_modules(model).values():
         module.linear_attention.requires_grad_(True)
@@ -156,9 +91,10 @@ def test_layers_without_hidden_states_are_refused():
 
 
 def test_an_encoder_and_cross_attention_are_refused():
-    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 64}
-    bart = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **sizes, **heads))
+    sizes = {"d_model": 32, "vocab_size": 64}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 32}
+    bart = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **sizes))
     with pytest.raises(ValueError, match="`gated_delta` has no bidirectional form, which layer 0"):
         convert(bart, mechanism="gated_delta")
     with pytest.raises(ValueError, match="`cross_attention` = true, but `mechanism` = `gated_delta` has no cross form"):
