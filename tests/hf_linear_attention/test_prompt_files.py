@@ -90,8 +90,8 @@ def test_metadata_that_is_nonsense(model, path, text):
     ("name", "value", "match"),
     [
         *(("num_tokens", value, f"`num_tokens` is {value}, but must be an integer") for value in (None, True, -1)),
+        ("num_tokens", 10**30, "`num_tokens` is 10+, but must be an integer"),
         ("num_layers", None, "`num_layers` is None, but must be an integer"),
-        ("num_tokens", 10**30, "layer 1, .*this model makes"),
     ],
 )
 def test_numbers_that_are_none(model, path, name, value, match):
@@ -118,7 +118,7 @@ CHANGES = {
     "a tensor too many": (lambda t: {"0.state.7": t["0.state.6"]}, "in layer 0, the tensors are .*state.7"),
     "a layer too many": (
         lambda t: {"3.state.0": t["0.state.0"]},
-        r"that belong to no layer of this model, 3\.state\.0",
+        r"belong to no layer of this model, 3\.state\.0",
     ),
     "a state for softmax": (lambda t: {"1.state.0": t["0.state.0"]}, "in layer 1, the tensors are keys, state"),
     "a count below 0": (lambda t: {"0.state.6": t["0.state.6"] - 99}, r"`state.6` holds -87 to -87, .* 0 to 12"),
