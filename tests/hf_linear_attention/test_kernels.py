@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from delta_calls import assert_close, values_and_gradients
 from delta_calls import sample as delta_sample
-from operators import OPERATORS
 
 from hf_linear_attention.features.maps import elu_plus_one
 from hf_linear_attention.kernels import cpu as kernels_cpu
@@ -77,15 +76,6 @@ def test_loud_log_features_in_plain_operations(form, decay):
         actual = torch.cat(outputs, dim=2)
     seen = mask[:, None, :, None]
     agree([actual * seen], [expected * seen], 5e-5)  # float32 rounds an exponent of 300 to 2e-5
-
-
-def test_loud_packed_sequences_are_those_of_each_apart():
-    query, key, value = loud(100)
-    numbers = torch.tensor([1] * 30 + [2] + [3] * 20 + [0] * 3 + [3] * 13 + [4] * 33).expand(2, -1)
-    actual, _ = kernel_attention(query, key, value, log_features=True, is_causal=True, key_mask=numbers)
-    for number in (1, 2, 3, 4):
-        own = numbers[0] == number
-        agree([actual[:, :, own]], [oracle(*(x[:, :, own] for x in (query, key, value)), True)], 5e-5)
 
 
 def gradients(tensors, rate, log_features, direction, mask=None):
@@ -175,32 +165,6 @@ def test_no_features_are_refused():
         one = [x[:, :, :1] for x in (query, key, value)]
         with pytest.raises(ValueError, match="0 features"), torch.no_grad():
             kernel_attention(*one, log_features=log_features, is_causal=True, state=state)
-
-
-@needs_c
-@pytest.mark.parametrize(
-    "tensor", [torch.ones((1,) * 5, dtype=torch.float64), torch.ones(1), torch.ones(5, device="meta")]
-)
-def test_c_reads_no_tensor_of_another_kind(tensor):
-    given = [torch.rand(1, 1, 1, 4, 8)] * 3
-    with pytest.raises(TypeError, match="C reads float32, bfloat16 and bool"):
-        kernels_cpu.run_attention("attention_forward", (8, 0, True), (*given, tensor))
-
-
-def test_gradients_that_do_not_fit_are_refused(backend):
-    query, key, value = sample(5, False)
-    given = (query, key, value, *[None] * 7, PLAIN, True)
-    output, denominator, _, _ = OPERATORS.attention(*given)
-    needed = [True] * 3 + [False] * 7
-    for wrong in (output[:1], output[:, :4], output.double(), output[..., :4]):
-        with pytest.raises(ValueError, match="grad_output"):
-            OPERATORS.attention_backward(wrong, None, None, *given, output, denominator, needed)
-        with pytest.raises(ValueError, match="`output`"):
-            OPERATORS.attention_backward(output, None, None, *given, wrong, denominator, needed)
-    with pytest.raises(ValueError, match="denominator"):
-        OPERATORS.attention_backward(output, None, None, *given, output, denominator[:1], needed)
-    with pytest.raises(ValueError, match="10 tensors"):
-        OPERATORS.attention_backward(output, None, None, *given, output, denominator, needed[:3])
 
 
 @needs_c
@@ -331,35 +295,6 @@ def test_gradients_in_parts_of_the_query_heads_agree_with_the_whole(monkeypatch)
     for actual, expected in zip(*results):
         # sums in another order, in float32; of a number that a head shares, over thousands of terms of both signs
         assert (actual - expected).norm() <= 1e-5 * expected.norm() + (5e-4 if actual.numel() == 2 else 1e-6)
-
-
-@pytest.mark.parametrize("per_feature", [False, True])
-def test_strong_decays_of_the_delta_rule_are_exact(per_feature, backend):
-    """Decays of 50 nats beside others near 0: a difference of their sums would have lost the small ones."""
-    tensors = delta_sample(150, per_feature, dim=16, width=16)
-    is_strong = torch.rand(tensors["log_decay"].shape) < 0.3
-    tensors["log_decay"] = torch.where(is_strong, -50.0, tensors["log_decay"] * 1e-3)
-    actual = values_and_gradients(gated_delta, tensors)
-    assert_close(actual, values_and_gradients(reference.gated_delta, tensors))
-
-
-def delta_masks(length: int):
-    """Packed sequences with padding between, tokens that only read, and none at all."""
-    left, interior = torch.arange(length) >= torch.tensor([[5], [0]]), torch.rand(2, length) > 0.3
-    numbers = torch.arange(length) // torch.tensor([[7], [40]]) + 1
-    read = numbers * (2 * interior - 1) * left
-    return {"packed and padded": numbers * interior, "only read": read, "none": torch.zeros_like(left)}
-
-
-@pytest.mark.parametrize(("name", "per_feature"), [("packed and padded", False), ("only read", True), ("none", False)])
-def test_masks_of_the_delta_rule(name, per_feature, backend):
-    tensors, mask = delta_sample(100, per_feature), delta_masks(100)[name]
-    exact = values_and_gradients(reference.gated_delta, tensors, key_mask=mask)
-    for name in ("query", "key", "value", "log_decay", "beta"):  # padding may hold anything
-        hidden = (mask == 0 if name == "query" else mask <= 0)[:, None]
-        hidden = hidden.unsqueeze(3) if tensors[name].ndim == 4 else hidden
-        tensors[name] = tensors[name].masked_fill(hidden, float("nan"))
-    assert_close(values_and_gradients(gated_delta, tensors, key_mask=mask), exact)
 
 
 def test_equal_keys_of_the_delta_rule_are_solved_exactly(backend):

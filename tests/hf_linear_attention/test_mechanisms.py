@@ -26,6 +26,7 @@ from hf_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features.maps import FEATURE_MAPS
 from hf_linear_attention.features.random_maps import RANDOM_FEATURES
 from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.mechanisms import aft as mechanism_aft
 from hf_linear_attention.mechanisms import bidirectional_window
 from hf_linear_attention.mechanisms import linear as mechanism_linear
 from hf_linear_attention.mechanisms.base import MechanismInputs
@@ -86,12 +87,16 @@ def test_outputs_are_those_of_the_oracle_whatever_padding_holds(row, is_causal, 
 
 @pytest.mark.parametrize(
     "row",
-    ["linear-exp", "performer", *(row for row in rows(bidirectional=True) if row.startswith(("hybrid", "window")))],
+    [
+        *("aft-simple", "aft-conv", "linear-exp", "linear-elu1", "performer"),
+        *(row for row in rows(bidirectional=True) if row.startswith(("hybrid", "window"))),
+    ],
 )
 @torch.no_grad()
 def test_chunks_of_an_encoder_equal_the_oracle(row, monkeypatch):
     monkeypatch.setattr(bidirectional_window, "QUERIES_AT_ONCE", 2 * 4 * 8 * 16)  # 16 tokens
     monkeypatch.setattr(mechanism_linear, "FEATURES_IN_CACHE", 1)  # 64 tokens
+    monkeypatch.setattr(mechanism_aft, "PART_ELEMENTS", 1)
     mechanism = build_mechanism(row, dtype=torch.float64)
     mechanism.trained_length = 40  # of all inputs but the first, so that their far keys weigh less
     for length, kind in ((17, "none"), (97, "left"), (97, "right"), (150, "interior")):
