@@ -26,58 +26,48 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "native"))
 import fuzz  # in another folder of tests, which pytest imports by their paths
 
 
-needs_c = pytest.mark.skipif(kernels_cpu.library() is None, reason="no C kernels")
-
-
 HAVE_GRADIENTS = ("attention", "window_attention", "joint_attention", "gated_delta")
-CALLS_EACH = 1
 
 
 class Recorder(TorchDispatchMode):
-    """The operators that are called, and the arguments of ours."""
+    """Our operators that are called first, and their arguments, by name."""
 
-    def __init__(self):
+    def __init__(self, calls=None):
         super().__init__()
-        self.calls = []
+        self.calls = {} if calls is None else calls
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kept = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), args)
         result = function(*args, **(kwargs or {}))
         if function.namespace == "hf_linear_attention":
-            self.calls.append((function, kept))
+            self.calls.setdefault(function._schema.name.partition("::")[2], (function, kept))
         return result
 
 
 @functools.cache
-def recorded() -> dict[str, list]:
-    """Calls of every operator as the fuzzer makes them, none of whose tensors is large."""
-    found, seed = {name: [] for name in vars(OPERATORS)}, 0
-    while any(len(calls) < CALLS_EACH for calls in found.values()):
+def recorded() -> dict[str, tuple]:
+    """A call of every operator as the fuzzer makes them, none of whose tensors is large."""
+    calls, seed = {}, 0
+    while calls.keys() < vars(OPERATORS).keys() and seed < 2000:
         call, seed = Maker(seed).call(), seed + 1
         if call.misfit or any(x is not None and x.numel() > 2000 for x in call.tensors.values()):
             continue
-        with Recorder() as recorder, contextlib.suppress(NotImplementedError):
+        with Recorder(calls), contextlib.suppress(NotImplementedError):
             fuzz.values_and_gradients(call, call.clean, {})
-        for function, given in recorder.calls:
-            calls = found[function._schema.name.partition("::")[2]]
-            if len(calls) < CALLS_EACH:
-                calls.append((function, given))
-    return found
+    return calls
 
 
-@needs_c
+@pytest.mark.skipif(kernels_cpu.library() is None, reason="no C kernels")
 @pytest.mark.parametrize("name", vars(OPERATORS))
 def test_opcheck(name):
-    for function, given in recorded()[name]:
-        for x in given if name in HAVE_GRADIENTS else ():
-            if isinstance(x, torch.Tensor) and x.is_floating_point():
-                x.requires_grad_()
-        torch.library.opcheck(function, given)
+    function, given = recorded()[name]
+    for x in given if name in HAVE_GRADIENTS else ():
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            x.requires_grad_()
+    torch.library.opcheck(function, given)
 
 
-@pytest.mark.parametrize(
-    ("row", "mode"), [("hybrid-window-maximum", Recorder), ("gated_delta", contextlib.nullcontext)]
-)
+@pytest.mark.parametrize(("row", "mode"), [("hybrid", Recorder), ("gated_delta", contextlib.nullcontext)])
 def test_gradients_in_torch_are_computed_by_the_thread_that_asks(row, mode, monkeypatch):
     """Another thread has neither the device nor the stream of CUDA that is current here."""
     monkeypatch.setattr(kernels_cpu, "library", lambda: None)
@@ -88,13 +78,9 @@ def test_gradients_in_torch_are_computed_by_the_thread_that_asks(row, mode, monk
         monkeypatch.setattr(module, "gradients_of", record)
     mechanism, inputs = build_mechanism(row), [x.requires_grad_() for x in qkv(70)]
     torch._dynamo.reset()
-    eager = lambda *given: attend(mechanism, *given)[0]  # noqa: E731
-    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
-    expected = torch.autograd.grad(eager(*inputs).square().sum(), inputs)
-    output = compiled(*inputs)
+    output = torch.compile(lambda *given: attend(mechanism, *given)[0], fullgraph=True, backend="aot_eager")(*inputs)
     with mode():
-        actual = torch.autograd.grad(output.square().sum(), inputs)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        torch.autograd.grad(output.square().sum(), inputs)
     assert threads == {threading.get_ident()}
 
 
