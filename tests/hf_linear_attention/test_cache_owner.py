@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 import transformers
-from matrix import MECHANISM_ROWS, stock_model
+from matrix import stock_model
 from transformers import DynamicCache
 
 from hf_linear_attention import convert, softmax_attention
@@ -84,16 +84,6 @@ def recording(model):
     return cache
 
 
-@pytest.mark.parametrize("name", ["linear", "softmax-first"])
-def test_tokens_that_stayed_after_a_rollback(name):
-    model = build(name)
-    cache = recording(model)
-    read(model, IDS[:1, :5], cache)
-    cache.crop(-2)
-    refuses(model, IDS[:, 3:5], cache, "a cache of 1 row and an input of 3")
-    goes_on(model, cache, 1, start=3)
-
-
 def test_an_emptied_cache_takes_any_rows():
     model = build("hybrid")
     cache = recording(model)
@@ -161,22 +151,6 @@ def test_softmax_and_linear_attention_refuse_the_cache_of_each_other():
     for other in (exact, read(stock, IDS[:, :5]).past_key_values):
         with pytest.raises(ValueError, match="already holds 5 tokens of softmax keys and values"):
             read(model, IDS[:, 5:], other)
-
-
-@pytest.mark.parametrize("row", ["aft-conv", "linear-exp", "hybrid", "gated_delta"])
-@torch.no_grad()
-def test_no_tokens_change_nothing(row):
-    """Stock layers cannot reshape them, but those that come from elsewhere may reach the attention function."""
-    model = convert(stock_model("llama"), **MECHANISM_ROWS[row])
-    attention = model.model.layers[0].self_attn
-    sizes = [(2, 4, 0, 8), (2, 2, 0, 8), (2, 2, 0, 8)]
-    assert attention.attend(*map(torch.zeros, sizes), None)[0].shape == (2, 0, 4, 8)
-    assert attention.attend(*(torch.zeros(0, heads, 5, 8) for heads in (4, 2, 2)), None)[0].shape == (0, 5, 4, 8)
-    layer = read(model, IDS[:2]).past_key_values.layers[0]
-    before = [x.clone() for x in layer.state]
-    output, _ = attention.attend(*map(torch.zeros, sizes), None, state_layer=layer)
-    assert output.shape == (2, 0, 4, 8)
-    assert all(map(torch.equal, layer.state, before))
 
 
 def test_a_refused_mask_does_not_count_its_tokens():

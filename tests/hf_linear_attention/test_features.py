@@ -6,7 +6,7 @@ import math
 
 import reference
 import torch
-from matrix import attend, build_mechanism
+from matrix import build_mechanism
 
 from hf_linear_attention.features.maps import FEATURE_MAPS, elu_plus_one
 from hf_linear_attention.features.random_maps import RANDOM_FEATURES
@@ -32,31 +32,6 @@ def test_exp_map_with_its_norm_term_is_favor():
     key = torch.randn(1, 2, 3, 8)
     expected = reference.favor(key * 0.5, feature_map.key_projection[1].T)[:, 1] + math.log(24) / 2
     torch.testing.assert_close(feature_map.forward_keys(key, 0.25)[:, 1].double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_taylor_features_have_the_kernel_of_the_series_at_half_the_papers_count():
-    feature_map = build_mechanism("linear-taylor").feature_map
-    assert feature_map.num_features == 1 + 8 + 36
-    query, key = torch.randn(2, 1, 2, 6, 8, dtype=torch.float64)
-    weights = feature_map.forward_queries(query, 0.25) @ feature_map.forward_keys(key, 0.25).transpose(-1, -2)
-    assert weights.shape[-2:] == (6, 6)
-    torch.testing.assert_close(weights, reference.taylor_weights(query, key, 0.25))
-    assert (weights >= 0.5).all()
-    near = 0.1 * query
-    expected = (0.25 * near @ key.transpose(-1, -2)).exp()
-    series = feature_map.forward_queries(near, 0.25) @ feature_map.forward_keys(key, 0.25).transpose(-1, -2)
-    # the third term of the series at |s| < 0.4
-    torch.testing.assert_close(series, expected, rtol=0, atol=0.4**3 / 6 * 1.2)
-
-
-def test_t2r_gives_zero_to_a_query_without_features_and_constants_to_the_others():
-    mechanism = build_mechanism("linear-t2r")
-    query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
-    with torch.no_grad():
-        mechanism.feature_map.bias[0] = -1e3  # the first key/value head, of query heads 0 and 1
-    output, _ = attend(mechanism, query, key, torch.ones_like(key), is_causal=False)
-    assert torch.equal(output[:, :, :2], torch.zeros(1, 5, 2, 8))
-    torch.testing.assert_close(output[:, :, 2:], torch.ones(1, 5, 2, 8))
 
 
 def test_the_options_know_what_each_map_does():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import reference
 import torch
@@ -53,19 +51,6 @@ def test_far_keys_start_with_at_most_their_softmax_weight():
     # four standard errors of the mean of 24,000 features at the largest |q + k|
     torch.testing.assert_close(mean, expected, rtol=0.1, atol=0.0)
     assert (expected <= softmax.exp()).all()
-
-
-def test_the_far_part_is_used_and_counts_every_key_once():
-    """With W = 0 every far key weighs exp(far_log_scale) F = 1 and every exact one 1: the output is the plain mean."""
-    mechanism = build(window_size=4, num_sinks=2, num_features=24)
-    with torch.no_grad():
-        for parameter in (*mechanism.feature_map.parameters(), mechanism.mix.query_norm_weight):
-            parameter.zero_()
-    assert mechanism.mix.far_log_scale[0].item() == pytest.approx(-math.log(24))
-    value = torch.randn(1, 2, 50, 8)
-    output, _ = attend(mechanism, torch.zeros(1, 4, 50, 8), torch.zeros(1, 2, 50, 8), value)
-    mean = value.cumsum(2) / torch.arange(1, 51)[:, None]
-    torch.testing.assert_close(output.transpose(1, 2), mean.repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
 
 
 # Of `far` = `gated_delta` and `both`.

@@ -84,16 +84,6 @@ def test_a_damaged_library_of_the_processor_leaves_the_one_for_all(folder, caplo
     assert best in caplog.text
 
 
-def test_a_missing_library_is_said_once(folder, caplog):
-    with caplog.at_level(logging.DEBUG, kernels_cpu.__name__):
-        for _ in range(3):
-            assert kernels_cpu.library() is None
-            assert "without its C kernels" in kernels_cpu.kernel_backend().reason
-    (record,) = caplog.records
-    assert record.levelno == logging.INFO
-    assert str(folder) in record.message
-
-
 def test_torch_can_be_asked_for(folder, monkeypatch):
     monkeypatch.setenv(kernels_cpu.BACKEND_VARIABLE, "torch")
     assert kernels_cpu.kernel_backend()[::2] == ("torch", "`HF_LINEAR_ATTENTION_BACKEND` is `torch`.")

@@ -36,11 +36,6 @@ def model_of(name: str = "linear", family: str = "llama", auto_class: str | None
     return convert(stock_model(family, auto_class), **SETTINGS[name]).eval()
 
 
-def undivided(model, *args, **kwargs):
-    """The output of one pass: with gradients, which keep an input whole."""
-    return model(*args, **kwargs)
-
-
 def assert_close(actual, exact):
     torch.testing.assert_close(actual, exact.detach(), rtol=1e-4, atol=1e-5)  # float32 sums in another order
 
@@ -48,7 +43,7 @@ def assert_close(actual, exact):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_logits_are_those_of_one_pass(name, divided):
     model = model_of(name)
-    exact = undivided(model, IDS, attention_mask=PADDED).logits
+    exact = model(IDS, attention_mask=PADDED).logits  # with gradients, which keep an input whole
     assert not divided
     with torch.no_grad():
         output = model(IDS, attention_mask=PADDED, use_cache=False)
@@ -56,24 +51,17 @@ def test_logits_are_those_of_one_pass(name, divided):
         assert output.past_key_values is None
         assert_close(model(IDS, attention_mask=PADDED, logits_to_keep=8).logits[1], exact[1, -8:])
         assert_close(model(IDS, attention_mask=PADDED, logits_to_keep=1, return_dict=False)[0], exact[:, -1:])
-    assert len(divided) == 3
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_cache_goes_on(name, divided):
-    model = model_of(name)
-    exact = undivided(model, IDS).logits
-    with torch.no_grad():
+        assert len(divided) == 3
         cache = model(IDS[:, :11]).past_key_values
         output = model(IDS[:, 11:28], past_key_values=cache)
-        assert_close(output.logits, exact[:, 11:28])
-        assert_close(model(IDS[:, 28:], past_key_values=output.past_key_values).logits, exact[:, 28:])
-    assert len(divided) == 2
+        assert_close(output.logits[1], exact[1, 11:28])
+        assert_close(model(IDS[:, 28:], past_key_values=output.past_key_values).logits[1], exact[1, 28:])
+    assert len(divided) == 5
 
 
 def test_a_base_model_gives_its_hidden_states(divided):
     model = model_of(auto_class="AutoModel")
-    exact = undivided(model, IDS).last_hidden_state
+    exact = model(IDS).last_hidden_state
     with torch.no_grad():
         assert_close(model(IDS).last_hidden_state, exact)
     assert divided
@@ -101,7 +89,7 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_needs_all_tokens_gets_them(name, divided):
     model = model_of(name="softmax between" if name == "square mask" else "linear")
-    exact = undivided(model, IDS, **WHOLE[name])
+    exact = model(IDS, **WHOLE[name])
     with torch.no_grad():
         actual = model(IDS, **WHOLE[name])
     torch.testing.assert_close(actual.logits, exact.logits.detach())
@@ -110,7 +98,7 @@ def test_what_needs_all_tokens_gets_them(name, divided):
 
 def test_a_head_per_sequence_reads_joined_hidden_states(divided):
     model = model_of(auto_class="AutoModelForSequenceClassification")
-    exact = undivided(model, IDS, attention_mask=PADDED).logits
+    exact = model(IDS, attention_mask=PADDED).logits
     with torch.no_grad():
         assert_close(model(IDS, attention_mask=PADDED).logits, exact)
     assert len(divided) == 1  # that of its base model

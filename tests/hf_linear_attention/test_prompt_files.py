@@ -80,25 +80,6 @@ def test_a_flipped_bit_anywhere(model, path):
     refuses(model, path, damage("its checksum"))
 
 
-@pytest.mark.parametrize("text", ["{", "[" * 100_000, "7"], ids=lambda text: text[:3])
-def test_metadata_that_is_nonsense(model, path, text):
-    save_file(content(path)[1], path, metadata={"prompt_state": text})
-    refuses(model, path, "a damaged prompt state in .*its metadata is not (JSON|a JSON object)")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "match"),
-    [
-        *(("num_tokens", value, f"`num_tokens` is {value}, but must be an integer") for value in (None, True, -1)),
-        ("num_tokens", 10**30, "`num_tokens` is 10+, but must be an integer"),
-        ("num_layers", None, "`num_layers` is None, but must be an integer"),
-    ],
-)
-def test_numbers_that_are_none(model, path, name, value, match):
-    rewrite(path, {name: value})
-    refuses(model, path, damage(match))
-
-
 @pytest.mark.parametrize(
     ("version", "match"),
     [(4, r"in format version 4, .* up to 3\. Upgrade"), (0, "`format_version` = 0"), ("2", "'2'"), (None, "None")],
@@ -106,6 +87,23 @@ def test_numbers_that_are_none(model, path, name, value, match):
 def test_format_versions(model, path, version, match):
     rewrite(path, {"format_version": version})
     refuses(model, path, match)
+
+
+@pytest.mark.parametrize(
+    ("about", "drop", "match"),
+    [
+        *(({"num_tokens": value}, (), "`num_tokens` is .*, but must be an integer") for value in (True, -1, 10**30)),
+        ({}, ["num_layers"], "`num_layers` is None, but must be an integer"),
+        ({}, ["weights"], "of another model in .*`weights` is None"),
+        ({}, ["0.state.6"], "in layer 0, the tensors are .*; this model makes"),
+        ({}, ["1.keys"], "in layer 1, the tensors are .*; this model makes"),
+    ],
+)
+def test_numbers_and_tensors_that_are_wrong_or_missing(model, path, about, drop, match):
+    rewrite(path, about, drop=drop)
+    refuses(model, path, match)
+    save_file(content(path)[1], path, metadata={"prompt_state": "[" * 100_000})
+    refuses(model, path, "a damaged prompt state in .*its metadata is not JSON")
 
 
 # How the tensors of a file are changed, and what is said of it.
@@ -142,13 +140,6 @@ def test_tensors_that_this_model_does_not_make(model, path, case):
     weights = {"weights": prompt_state.identity_of(model, 1)["weights"]}
     rewrite(path, weights, tensors=tensors, drop=["sha256", "format_version"], signed=False)
     refuses(model, path, damage(match))
-
-
-@pytest.mark.parametrize("name", ["0.state.6", "1.keys", "weights"])
-def test_what_is_missing(model, path, name):
-    rewrite(path, drop=[name])
-    said = damage(f"in layer {name[0]}, the tensors are .*; this model makes")
-    refuses(model, path, "of another model in .*`weights` is None" if name == "weights" else said)
 
 
 @pytest.mark.parametrize("row", ["aft-conv", "linear-gated", "hybrid", "gated_delta-conv"])

@@ -119,16 +119,6 @@ def test_another_model_is_refused(model, tmp_path):
         PromptStore(other, tmp_path)
 
 
-def test_a_damaged_file_is_read_again(model, tmp_path):
-    store = PromptStore(model, tmp_path, boundary=8)
-    store.read(IDS)
-    path = files(tmp_path)[-1][1]
-    path.write_bytes(path.read_bytes()[:-8])
-    assert store.read(IDS).get_seq_length() == 16
-    assert store.length_of(IDS) == 16
-    goes_on(model, IDS, PromptStore(model, tmp_path, boundary=8).read(IDS))
-
-
 @pytest.mark.parametrize("given", ["a shorter beginning", "another prompt"])
 def test_a_file_under_the_name_of_another_is_not_used(model, tmp_path, given):
     store = PromptStore(model, tmp_path, boundary=8)

@@ -31,7 +31,7 @@ def native():
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     names = [name for name in CONFIG_MAPPING.keys() if not name.startswith("linear_")]
-    tiny = transformers.AutoModel.from_config(transformers.BertConfig(hidden_size=12, num_hidden_layers=1, vocab_size=9))
+    tiny = transformers.AutoModel.from_config(transformers.BertConfig(num_hidden_layers=1, vocab_size=9))
     interfaces = sorted({*transformers.AttentionInterface().valid_keys()} - {"linear_attention"})
     llama = type(transformers.AutoConfig.for_model("llama")), transformers.LlamaForCausalLM.__mro__
     return len(names), names[:3], *llama, type(tiny), interfaces
