@@ -25,28 +25,6 @@ def outputs(model, inputs):
 
 
 @pytest.mark.parametrize("family", FAMILY_ROWS)
-def test_conversion_keeps_the_weights_and_changes_the_attention(family, tmp_path):
-    stock, inputs = stock_model(family), sample_inputs(family)
-    model = convert(stock, **(LINEAR if list(FAMILY_ROWS).index(family) % 2 else PERFORMER))
-    base, ours = stock.state_dict(), model.state_dict()
-    assert set(base) <= set(ours)
-    assert all(torch.equal(base[key], ours[key]) for key in base)
-    assert all(".linear_attention." in key for key in set(ours) - set(base))
-    assert len(linear_attention_modules(model)) == 3
-    assert (outputs(model, inputs) - outputs(stock, inputs)).abs().max() > 1e-3
-
-    # As if trained: a weight that is lost on the way must not come back as what `reset_parameters` draws.
-    for key in set(ours) - set(base):
-        ours[key].copy_(ours[key] * 1.5)
-    output = outputs(model, inputs)
-    assert torch.isfinite(output).all()
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path).eval()
-    assert torch.equal(outputs(again, inputs), output)
-    assert all(torch.equal(a, b) for a, b in zip(ours.values(), again.state_dict().values()))
-
-
-@pytest.mark.parametrize("family", FAMILY_ROWS)
 def test_softmax_attention_gives_back_the_original(family):
     """And so does a conversion of no layer."""
     stock, inputs = stock_model(family), sample_inputs(family)
@@ -81,20 +59,6 @@ def test_every_head_loads_through_its_auto_class(family, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
     base = transformers.AutoModel.from_pretrained(tmp_path / auto_class)
     assert len(linear_attention_modules(base)) == 3
-
-
-@pytest.mark.parametrize("family", [f for f in FAMILY_ROWS if f != "vit"])
-def test_padding_changes_no_real_token(family):
-    # Absolute positions: padding on the right, so that the real tokens keep theirs.
-    for settings in (LINEAR, {**PERFORMER, "layers": [0, 2]}):
-        model, ids = convert(stock_model(family), **settings), sample_inputs(family)["input_ids"]
-        mask = torch.ones_like(ids)
-        mask[0, 9:] = 0
-        alone = outputs(model, {"input_ids": ids[:1, :9]})
-        for filler in (4, 5):
-            ids[0, 9:] = filler
-            output = outputs(model, {"input_ids": ids, "attention_mask": mask})
-            torch.testing.assert_close(output[:1, :9], alone, rtol=1e-4, atol=1e-4)
 
 
 # A convolution keeps queries, `rope` = `partial` moves queries and keys, and gates come from the hidden states.
