@@ -7,7 +7,6 @@ import torch
 from architectures import tiny_model
 from matrix import attend, build_mechanism, hidden_states_of, move, qkv, stock_model
 from oracles import exact
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.architectures import attention_modules, refuse_without_hidden_states
@@ -91,15 +90,12 @@ def test_layers_without_hidden_states_are_refused():
 
 
 def test_an_encoder_and_cross_attention_are_refused():
-    sizes = {"d_model": 32, "vocab_size": 64}
-    for part in ("encoder", "decoder"):
-        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 32}
-    bart = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **sizes))
+    bart = tiny_model("bart", "AutoModelForSeq2SeqLM")
     with pytest.raises(ValueError, match="`gated_delta` has no bidirectional form, which layer 0"):
         convert(bart, mechanism="gated_delta")
     with pytest.raises(ValueError, match="`cross_attention` = true, but `mechanism` = `gated_delta` has no cross form"):
-        convert(bart, mechanism="gated_delta", layers=[1], cross_attention=True)
-    decoder = convert(bart, mechanism="gated_delta", layers=[1]).eval()
+        convert(bart, mechanism="gated_delta", layers=[3, 4, 5], cross_attention=True)
+    decoder = convert(bart, mechanism="gated_delta", layers=[3, 4, 5]).eval()
     ids = torch.randint(3, 64, (2, 9))
     with torch.no_grad():
         whole = decoder(ids, decoder_input_ids=ids, use_cache=False).logits

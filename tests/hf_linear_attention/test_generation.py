@@ -7,12 +7,11 @@ import functools
 
 import pytest
 import torch
-from matrix import MECHANISM_ROWS, stock_model
-from transformers import DynamicCache, StaticCache, WhisperConfig, WhisperForConditionalGeneration
+from matrix import MECHANISM_ROWS, recording_cache, stock_model
+from transformers import StaticCache, WhisperConfig, WhisperForConditionalGeneration
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from hf_linear_attention import convert
-from hf_linear_attention.attention.cache import state_layer
 
 
 LINEAR = {"mechanism": "linear", "feature_map": "exp", "num_features": 16}
@@ -179,10 +178,7 @@ def test_crop_is_exact_also_once_saved(name, tmp_path):
     model, ids = build(name), torch.randint(3, 64, (2, 20))
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
-    cache = DynamicCache(config=model.config)
-    for layer in range(3):
-        state_layer(cache, layer)
-    cache.activate_past_recording()
+    cache = recording_cache(model)
 
     def check(cache, start, stop):
         actual = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits

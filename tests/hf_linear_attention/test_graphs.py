@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from architectures import tiny_model
 from matrix import attend, build_mechanism, mechanism_of, qkv, rows, stock_model, supports
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_linear_attention import convert
 from hf_linear_attention.kernels import cpu as kernels_cpu
@@ -177,10 +178,7 @@ def test_decoding_needs_few_graphs():
 
 @torch.no_grad()
 def test_an_encoder_decoder_is_decoded_in_one_graph():
-    sizes = {"d_model": 32, "vocab_size": 64}
-    for part in ("encoder", "decoder"):
-        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 48}
-    stock = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **sizes)).eval()
+    stock = tiny_model("bart", "AutoModelForSeq2SeqLM", encoder_layers=1, decoder_layers=1)
     model, counter, ids = convert(stock, mechanism="linear"), CompileCounter(), torch.randint(3, 64, (2, 13))
     config = model.config.get_text_config(decoder=True)
     cache = EncoderDecoderCache(*(StaticCache(config=config, max_cache_len=length) for length in (32, 9)))

@@ -17,13 +17,11 @@ import pytest
 import reference
 import torch
 from delta_calls import assert_close, sample, values_and_gradients
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.kernels import delta_fla as kernels_delta_fla
 from hf_linear_attention.kernels import fla as kernels_fla
 from hf_linear_attention.torch_kernels.attention import kernel_attention
-from hf_linear_attention.torch_kernels.causal import CausalAttention
 from hf_linear_attention.torch_kernels.delta import gated_delta
 from hf_linear_attention.torch_kernels.implementations import IMPLEMENTATIONS
 
@@ -86,35 +84,17 @@ def on_cuda(monkeypatch):
         monkeypatch.setattr(module, "is_on_cuda", lambda tensor: True)
 
 
-@pytest.mark.parametrize("with_state", [True, False])
 @pytest.mark.parametrize(
-    ("dtype", "length", "tolerance"),
-    [
-        (torch.float32, 37, 2e-6),  # float32 rounds at 6e-8; sums of up to 37 terms that partly cancel
-        (torch.bfloat16, 80, 1e-2),  # blocks: queries, keys and sums in bfloat16, which rounds at 4e-3
-    ],
+    ("log_features", "decay", "dtype"),
+    [(True, True, torch.float32), (False, True, torch.float32), (True, False, torch.float32)]
+    + [(True, False, torch.bfloat16)],  # by blocks
 )
-def test_values_and_gradients_are_those_of_torch_in_float64(kernels, dtype, length, tolerance, with_state):
-    state = torch.rand(2, 2, 20, 13) if with_state else None
-    given = [torch.rand(2, 2, 2, length, 20), torch.rand(2, 2, length, 20), torch.randn(2, 2, length, 12), state]
-    given[2] = given[2].to(dtype)
-    directions = [torch.randn(2, 2, 2, length, 12), torch.randn(2, 2, 2, length, 1), torch.randn(2, 2, 20, 13)]
-    found = []
-    for function, is_wide in ((kernels_fla.causal_attention, False), (CausalAttention.apply, True)):
-        leaves = [x if x is None else (x.double() if is_wide else x.clone()).requires_grad_() for x in given]
-        outputs = function(*leaves)
-        loss = sum((output * direction).sum() for output, direction in zip(outputs, directions))
-        found.append([*outputs, *torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])])
-    for a, e in zip(*found):
-        assert a.shape == e.shape
-        assert (a - e).norm() <= tolerance * e.norm()
-
-
-@pytest.mark.parametrize(("log_features", "decay"), [(True, True), (False, True), (True, False)])
-def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features, decay, monkeypatch):
+def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features, decay, dtype, monkeypatch):
     length, split = 75, 30
-    monkeypatch.setattr(kernels_fla, "LONGEST_RECURRENT", length)
+    if dtype == torch.float32:
+        monkeypatch.setattr(kernels_fla, "LONGEST_RECURRENT", length)
     query, key, value = torch.randn(2, 4, length, 6), torch.randn(2, 2, length, 6), torch.randn(2, 2, length, 5)
+    value = value.to(dtype)
     if not log_features:
         query, key = query.exp(), key.exp()
     mask = torch.ones(2, length, dtype=torch.bool)
@@ -141,8 +121,9 @@ def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features
     expected, calls = run(), []
     monkeypatch.setitem(IMPLEMENTATIONS, "gpu_kernel", lambda value, n: calls.append(n) or kernels_fla.causal_attention)
     for a, e in zip(run(), expected):
-        # float32 on both sides, sums of 75 terms in another order; a decay of -0.9 shrinks some by exp(-60)
-        assert (a - e).norm() <= 1e-5 * e.norm()
+        # float32 on both sides, sums of 75 terms in another order; a decay of -0.9 shrinks some by exp(-60). In
+        # bfloat16 queries, keys and sums round at 4e-3.
+        assert (a - e).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * e.norm()
     assert calls == [split, length - split]
 
 
@@ -201,18 +182,6 @@ def test_what_goes_to_fla(kernels, on_cuda, monkeypatch):
     assert kernel(torch.bfloat16, 4096) is None
 
 
-def test_what_torch_says_of_devices_and_precision():
-    with FakeTensorMode():
-        assert not kernels_fla.is_on_cuda(torch.empty(2, device="cuda"))
-    assert not kernels_fla.is_tf32_allowed()
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        assert kernels_fla.is_tf32_allowed()
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """Makes packages in front of all others, whose `fla` is forgotten before and at the end."""
@@ -266,7 +235,7 @@ def test_the_models_of_fla_stay_out(packages):
 def test_the_real_kernels_in_the_interpreter():
     if missing := [name for name in ("fla", "triton") if importlib.util.find_spec(name) is None]:
         pytest.skip(f"{' and '.join(missing)} not installed (extra `gpu`)")
-    chosen = ["-k", "recurrent or values_and_gradients or kernel_interface", "-m", "", "-p", "no:cacheprovider"]
+    chosen = ["-k", "recurrent or kernel_interface", "-m", "", "-p", "no:cacheprovider"]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *chosen, "-p", "no:xdist", __file__],
         env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -275,4 +244,4 @@ def test_the_real_kernels_in_the_interpreter():
         timeout=600,
     )
     assert result.returncode == 0, result.stdout
-    assert "9 passed" in result.stdout
+    assert "6 passed" in result.stdout

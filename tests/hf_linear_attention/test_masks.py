@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-import transformers
+from architectures import tiny_model
 from matrix import qkv, stock_model
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import causal_mask_function, create_causal_mask, sdpa_mask
@@ -133,11 +133,7 @@ def test_a_ready_made_mask_is_for_all_rows_or_refused(family):
 
 @torch.no_grad()
 def test_masks_of_an_encoder_that_a_converted_decoder_attends_to():
-    sizes = {"vocab_size": 64, "d_model": 32, "max_position_embeddings": 64}
-    for part in ("encoder", "decoder"):
-        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 48}
-    stock = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes)).eval()
-    model = convert(stock, cross_attention=True)
+    model = convert(tiny_model("bart", "AutoModelForSeq2SeqLM"), cross_attention=True)
     encoded = model.get_encoder()(IDS)
     logits = model(encoder_outputs=encoded, attention_mask=PADDING, decoder_input_ids=IDS[:, :4]).logits
     for row, real in enumerate(PADDING):  # as without the padding

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-import transformers
+from architectures import tiny_model
 from matrix import stock_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -34,20 +34,13 @@ for folder in sys.argv[1:]:
 """
 
 
-def bart():
-    sizes = {"vocab_size": 64, "d_model": 32, "max_position_embeddings": 64}
-    for part in ("encoder", "decoder"):
-        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 48}
-    return transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes)).eval()
-
-
 def test_a_saved_model_loads_where_none_was_made(tmp_path):
     inputs, expected = {"input_ids": IDS}, {}
     hybrid = {"mechanism": "hybrid", "window_size": 4, "rope": "none", "layers": [1, 2]}
     models = {
         "llama": (convert(stock_model("llama"), **hybrid), inputs),
         "bart": (
-            convert(bart(), mechanism="linear", cross_attention=True),
+            convert(tiny_model("bart", "AutoModelForSeq2SeqLM"), mechanism="linear", cross_attention=True),
             {**inputs, "decoder_input_ids": IDS[:, :5]},
         ),
     }

@@ -1,4 +1,4 @@
-"""Rotary positions in `hybrid`, `window` and `linear`: what the feature map sees, and how far away a sink may be."""
+"""Rotary positions in mechanisms: what the feature map sees, and how far away a sink may be."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from matrix import attend, mechanism_of, qkv
+from matrix import attend, mechanism_of, move, qkv
 
 from hf_linear_attention.features.maps import half_squared_norm
 from hf_linear_attention.mechanisms.base import MechanismInputs, Rotary
@@ -149,17 +149,25 @@ def test_padding_moves_nothing(backend, settings):
 @torch.no_grad()
 @pytest.mark.parametrize("rope", ["partial", "none"])
 @pytest.mark.parametrize("is_interleaved", [False, True])
-def test_linear_attention_sees_the_kept_frequencies(rope, is_interleaved):
-    """A feature map of what was never rotated, or rotated in the kept frequencies only."""
+@pytest.mark.parametrize("mechanism", ["linear", "performer"])
+def test_feature_maps_see_the_kept_frequencies(mechanism, rope, is_interleaved):
+    """A map of what was never rotated, or rotated in the kept frequencies only; a learned geometry maps that too."""
+    settings = {"mechanism": mechanism, "decay": "learned"}
+    settings |= {"geometry": "learned"} if mechanism == "performer" else {}
     kept = KEPT if rope == "partial" else None
-    mechanism = build({"mechanism": "linear", "rope": rope, "rope_frequencies": kept}, is_interleaved)
-    plain = build({"mechanism": "linear"})
-    plain.load_state_dict(mechanism.state_dict())
+    moved = move(build({**settings, "rope": rope, "rope_frequencies": kept}, is_interleaved))
+    plain = build(settings)
+    plain.load_state_dict(moved.state_dict())
     query, key, value = qkv(40, dim=DIM)
     positions = (torch.arange(40) + 7).int().expand(2, -1)
     seen = FREQUENCIES[: kept or 0] + (0.0,) * (4 - (kept or 0))
-    moved = (rotated(x, positions, seen, is_interleaved).float() for x in (query, key))
-    expected, _ = attend(plain, *moved, value, scaling=SCALING)
+    expected, _ = attend(
+        plain, *(rotated(x, positions, seen, is_interleaved).float() for x in (query, key)), value, scaling=SCALING
+    )
     queries, keys = (rotated(x, positions, is_interleaved=is_interleaved).float() for x in (query, key))
-    output, _ = run(mechanism, queries, keys, value, positions)
-    torch.testing.assert_close(output, expected, **TOLERANCE)
+    state, outputs = None, []
+    for part in (slice(0, 23), slice(23, 24), slice(24, 40)):
+        given = (x[:, :, part] for x in (queries, keys, value))
+        output, state = run(moved, *given, positions[:, part], state=state)
+        outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs, dim=1), expected, **TOLERANCE)

@@ -7,9 +7,11 @@ import contextlib
 import torch
 import transformers
 
+from hf_linear_attention.attention.cache import state_layer
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs
 from hf_linear_attention.mechanisms.registry import MECHANISMS
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
 # One row a mechanism and feature map: the settings, for head_dim 8.
@@ -336,3 +338,12 @@ def sample_inputs(family: str, batch: int = 2, length: int = 13) -> dict[str, to
     if family == "vit":
         return {"pixel_values": torch.randn(batch, 3, 12, 12, generator=generator)}
     return {"input_ids": torch.randint(3, 64, (batch, length), generator=generator)}
+
+
+def recording_cache(model):
+    """A cache of the states of every converted layer, which can go back to what it held before its last tokens."""
+    cache = transformers.DynamicCache(config=model.config)
+    for module in linear_attention_modules(model).values():
+        state_layer(cache, module.layer_idx)
+    cache.activate_past_recording()
+    return cache

@@ -1,18 +1,20 @@
-"""A cache belongs to its rows, its mechanism and its kind of attention: others are refused, and change nothing."""
+"""A cache belongs to its rows, its mechanism and its kind of attention, and can be what `generate` asks for."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 
 import pytest
 import torch
-import transformers
-from matrix import stock_model
-from transformers import DynamicCache
+from architectures import tiny_model
+from checkpoints import convert_folder, save_twin
+from matrix import recording_cache, stock_model
+from transformers import AutoModelForCausalLM, QuantizedCache, StaticCache, cache_utils
 
 from hf_linear_attention import convert, softmax_attention
-from hf_linear_attention.attention.cache import LinearAttentionStateLayer, state_layer
+from hf_linear_attention.attention.cache import LinearAttentionStateLayer
 
 
 IDS = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(3))
@@ -74,19 +76,9 @@ def test_other_rows_are_refused_before_anything_changes(name, rows, new):
     goes_on(model, cache, cached)
 
 
-def recording(model):
-    """A cache of the states of every converted layer, that remembers what goes into them."""
-    cache = DynamicCache(config=model.config)
-    for module in model.modules():
-        if hasattr(module, "linear_attention"):
-            state_layer(cache, module.layer_idx)
-    cache.activate_past_recording()
-    return cache
-
-
 def test_an_emptied_cache_takes_any_rows():
     model = build("hybrid")
-    cache = recording(model)
+    cache = recording_cache(model)
     read(model, IDS[:1, :5], cache)
     cache.crop(-5)
     torch.testing.assert_close(read(model, IDS, cache).logits, read(model, IDS).logits)
@@ -97,10 +89,7 @@ def test_an_emptied_cache_takes_any_rows():
 @pytest.mark.parametrize("cross", [True, False])
 @torch.no_grad()
 def test_an_encoder_decoder(cross):
-    sizes = {"vocab_size": 64, "d_model": 32, "max_position_embeddings": 64, "init_std": 0.3}
-    for part in ("encoder", "decoder"):
-        sizes |= {f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 48}
-    stock = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes)).eval()
+    stock = tiny_model("bart", "AutoModelForSeq2SeqLM")
     model = convert(stock, num_features=16, cross_attention=cross)
     encoded = model.get_encoder()(IDS)
     one = type(encoded)(last_hidden_state=encoded.last_hidden_state[:1])
@@ -160,3 +149,69 @@ def test_a_refused_mask_does_not_count_its_tokens():
     hole[..., 2, 6] = False
     refuses(model, IDS[:, 5:], cache, "see more than causality", attention_mask=hole)
     assert cache.get_seq_length() == 5
+
+
+PROMPT = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(3))
+
+
+class NoStream(contextlib.nullcontext):
+    """In the place of a CUDA stream."""
+
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.fixture(params=["all", [0, 2]], ids=str, scope="module")
+def model(request):
+    converted = convert(stock_model("llama"), mechanism="linear", num_features=16, layers=request.param)
+    converted.generation_config.pad_token_id, converted.generation_config.eos_token_id = 0, None
+    return converted
+
+
+def generate(model, **kwargs):
+    return model.generate(PROMPT, max_new_tokens=8, do_sample=False, **kwargs)
+
+
+def test_offloaded(model, monkeypatch):
+    monkeypatch.setattr(torch, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: NoStream())
+    result = generate(model, cache_implementation="offloaded", return_dict_in_generate=True)
+    assert torch.equal(result.sequences, generate(model))
+    # what remains softmax is still offloaded
+    assert result.past_key_values.offloading == (not all(result.past_key_values.is_linear))
+
+
+@pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="the one backend without another package")
+def test_quantized(model):
+    options = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    result = generate(model, **options, return_dict_in_generate=True)
+    cache = result.past_key_values
+    assert isinstance(cache, QuantizedCache)
+    quantized = [index for index, layer in enumerate(cache.layers) if "Quantized" in type(layer).__name__]
+    assert quantized == [index for index, is_linear in enumerate(cache.is_linear) if not is_linear]
+    if not quantized:  # the state is float32 all the same
+        assert torch.equal(result.sequences, generate(model))
+
+
+def test_static_has_room_for_what_it_was_made_for(model):
+    cache = StaticCache(config=model.config, max_cache_len=PROMPT.shape[1] + 8)
+    assert torch.equal(generate(model, past_key_values=cache), generate(model))
+    assert cache.get_max_length() == PROMPT.shape[1] + 8
+
+
+def test_continuous_batching_is_refused(model):
+    said = "cannot store the recurrent state of linear attention; use `generate`"
+    with pytest.raises(NotImplementedError, match=said):
+        model.generate_batch([[3, 4, 5]], max_new_tokens=2)
+    with softmax_attention(model):  # the stock model's own answer
+        assert model.init_continuous_batching() is not None
+
+
+def test_a_conversion_counts_the_state_in_the_dtype_of_the_checkpoint(tmp_path):
+    save_twin(tmp_path / "source", "llama", dtype=torch.bfloat16)
+    words = ("--attention", "window", "--window_size", 4, "--no_verify")
+    report = convert_folder(tmp_path / "source", tmp_path / "linear", *words)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "linear", dtype="auto")
+    with torch.no_grad():
+        cache = model(torch.randint(3, 60, (1, 20)), use_cache=True).past_key_values
+    assert report["state_bytes"] == sum(layer.state_bytes() for layer in cache.layers)
