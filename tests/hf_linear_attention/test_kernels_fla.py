@@ -86,8 +86,11 @@ def on_cuda(monkeypatch):
 
 @pytest.mark.parametrize(
     ("log_features", "decay", "dtype"),
-    [(True, True, torch.float32), (False, True, torch.float32), (True, False, torch.float32)]
-    + [(True, False, torch.bfloat16)],  # by blocks
+    [
+        (True, True, torch.float32),
+        (False, True, torch.float32),
+        (True, False, torch.bfloat16),  # by blocks
+    ],
 )
 def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features, decay, dtype, monkeypatch):
     length, split = 75, 30
@@ -244,4 +247,4 @@ def test_the_real_kernels_in_the_interpreter():
         timeout=600,
     )
     assert result.returncode == 0, result.stdout
-    assert "6 passed" in result.stdout
+    assert "5 passed" in result.stdout
