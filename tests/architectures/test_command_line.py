@@ -26,7 +26,6 @@ from hf_linear_attention.training.tasks import TASKS
         ("t5", "AutoModelForSeq2SeqLM", ["--drop", "position_bias"], 6),
         ("whisper", "AutoModelForSpeechSeq2Seq", ["--layers", "0,2,4"], 3),
         ("wav2vec2", "AutoModelForCTC", [], 3),
-        ("siglip_vision_model", "AutoModel", [], 3),
     ],
 )
 def test_conversion(model_type, head, flags, num_layers, tmp_path):
