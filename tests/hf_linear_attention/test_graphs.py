@@ -83,8 +83,8 @@ def test_other_lengths_need_few_graphs(is_marked):
 
 # One row of each kind of state and of features: a compilation takes long.
 COMPILED = (
-    *("aft-local", "linear-taylor", "linear-gated", "performer-cosh", "hybrid-both", "gated_delta-channel", "window"),
-    *("linformer-stretched", "latent", "nystrom-conv"),
+    *("aft-local", "linear-gated", "hybrid-both", "gated_delta-channel", "window", "linformer-stretched", "latent"),
+    "nystrom-conv",
 )
 
 
@@ -132,7 +132,7 @@ def test_numbered_sequences_are_those_of_each_apart(row):
 
     expected = with_gradients(each_apart(mechanism), mechanism, inputs)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for function in (run, compiled) if row in ("linear-gated", "hybrid", "gated_delta-channel") else (run,):
+    for function in (run, compiled) if row in ("linear-gated", "hybrid") else (run,):
         torch.testing.assert_close(with_gradients(function, mechanism, inputs), expected, rtol=1e-4, atol=2e-5)
     _, state = attend(mechanism, *(x[:1] for x in inputs), NUMBERS[:1])
     last = (torch.cat((x[:1, :, 24:], new), dim=2) for x, new in zip(inputs, token))
@@ -142,7 +142,7 @@ def test_numbered_sequences_are_those_of_each_apart(row):
 
 def test_numbered_sequences_are_not_unrolled_in_a_compiled_graph():
     mechanism, sizes = mechanism_of(LAYERS["hybrid"]), []
-    for length in (512, 1024):
+    for length in (256, 512):
         recorded, numbers = AotEagerAndRecordGraphs(), torch.arange(length).expand(2, -1) // 100 + 1
         torch.compile(output_of(mechanism, numbers), fullgraph=True, backend=recorded, dynamic=False)(*sample(length))
         assert "attention" in kernels_in(recorded.fw_graphs[0])

@@ -102,7 +102,7 @@ def refuse(event, given):
         raise AssertionError(f"{event} {given}")
     if event == "open" and isinstance(given[1], str) and set(given[1]) & set("wax+") and ".pyc" not in str(given[0]):
         raise AssertionError(f"{event} {given}")
-import torch, transformers
+import torch
 sys.addaudithook(refuse)
 from hf_linear_attention.torch_kernels.attention import kernel_attention
 x = torch.rand(1, 2, 5, 8)

@@ -38,15 +38,9 @@ def native():
 """
 
 
-def test_the_import_needs_no_torch_and_may_come_before_transformers():
-    code = """
-import sys
-import hf_linear_attention
-assert not {"torch", "transformers"} & set(sys.modules), "slow modules"
-from transformers import AutoConfig
-print(type(AutoConfig.for_model("linear_llama")).__name__)
-"""
-    assert run_python(code) == "LinearLlamaConfig\n"
+def test_the_import_needs_no_torch():
+    code = "import sys, hf_linear_attention; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    assert run_python(code) == "[]\n"
 
 
 def test_configs_load_by_model_type_alone(tmp_path):
