@@ -55,7 +55,7 @@ $(OLDEST)/.installed: $(VENV)/.installed constraints-oldest.txt
 test-oldest: $(OLDEST)/.installed ## A part of the tests with the oldest versions that pyproject.toml states (3 minutes)
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n $(WORKERS) -p no:cacheprovider -k "not image $(OLDEST_TORCH:%=and not compile)" \
 		tests/hf_linear_attention/test_modeling.py tests/hf_linear_attention/test_generation.py \
-		tests/hf_linear_attention/test_cache_requests.py tests/conversion/test_conversion.py \
+		tests/hf_linear_attention/test_cache.py tests/conversion/test_conversion.py \
 		tests/conversion/test_cast.py tests/training/evaluation tests/training/presets \
 		tests/shipping/test_alone.py::test_it_loads_and_computes_the_same
 

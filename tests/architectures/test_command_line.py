@@ -25,9 +25,7 @@ from hf_linear_attention.training.tasks import TASKS
         ("bart", "AutoModelForSeq2SeqLM", ["--cross_attention"], 9),
         ("t5", "AutoModelForSeq2SeqLM", ["--drop", "position_bias"], 6),
         ("whisper", "AutoModelForSpeechSeq2Seq", ["--layers", "0,2,4"], 3),
-        ("speech_to_text", "AutoModelForSpeechSeq2Seq", [], 6),
         ("wav2vec2", "AutoModelForCTC", [], 3),
-        ("siglip_vision_model", "AutoModel", [], 3),
     ],
 )
 def test_conversion(model_type, head, flags, num_layers, tmp_path):
@@ -55,28 +53,20 @@ def test_what_is_refused_says_what_to_do(tmp_path):
     assert "MistralAttention sees the nearest 8 tokens only, in layers 0, 1, 2" in error
     assert "`--drop sliding_window`" in error
     assert run("--model_name_or_path", tmp_path, "--dry_run", "--drop", "sliding_window")[0] == 0
-    assert "must be a list with any of" in run("--model_name_or_path", tmp_path, "--dry_run", "--drop", "windows")[2]
-    assert (
-        "no layer of this type" in run("--model_name_or_path", tmp_path, "--dry_run", "--layers", "full_attention")[2]
-    )
 
 
 @pytest.mark.parametrize(
     ("model_type", "head", "recipe"),
     [
         ("t5", "AutoModelForSeq2SeqLM", "distil_seq2seq_lm.yaml"),
-        ("marian", "AutoModelForSeq2SeqLM", "distil_seq2seq_lm.yaml"),
         ("bart", "AutoModel", None),
         ("bert", "AutoModelForTokenClassification", "distil_token_classification.yaml"),
         ("bert", "AutoModelForQuestionAnswering", "distil_question_answering.yaml"),
         ("bert", "AutoModelForMultipleChoice", None),
         ("vit", "AutoModel", "distil_image_embedding.yaml"),
-        ("vit", "AutoModelForMaskedImageModeling", None),
         ("yolos", "AutoModelForObjectDetection", None),
         ("wav2vec2", "AutoModelForCTC", "distil_ctc.yaml"),
         ("whisper", "AutoModelForSpeechSeq2Seq", "distil_speech_seq2seq.yaml"),
-        ("moonshine", "AutoModelForSpeechSeq2Seq", "distil_speech_seq2seq.yaml"),
-        ("whisper", "AutoModel", None),
         ("wav2vec2", "AutoModel", None),
         ("wav2vec2", "AutoModelForAudioClassification", None),
     ],

@@ -49,7 +49,7 @@ def test_a_position_bias_that_nothing_reads_is_not_trained(layers):
     assert table.requires_grad == (layers != "all")
 
 
-@pytest.mark.parametrize("family", ["llama", "bert", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_buffers_outside_checkpoints_keep_dtype_and_value(family):
     """Rotary frequencies in bfloat16 turn far tokens by other angles."""
     stock = stock_model(family)
@@ -95,10 +95,10 @@ def test_adapters_are_merged_first():
         convert(injected)
 
 
-@pytest.mark.parametrize("given", [nn.Linear(2, 2), nn.Sequential(stock_model("llama")), None, 7], ids=str)
-def test_what_is_no_model_is_refused(given):
-    with pytest.raises(TypeError, match=r"`convert` takes a transformers model, or the folder or hub name of one"):
-        convert(given)
+def test_what_is_no_model_is_refused():
+    for given in (nn.Linear(2, 2), nn.Sequential(stock_model("llama")), None, 7):
+        with pytest.raises(TypeError, match="`convert` takes a transformers model, or the folder or hub name of one"):
+            convert(given)
 
 
 def test_what_a_model_was_built_without_is_left_out():

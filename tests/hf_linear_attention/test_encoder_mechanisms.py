@@ -5,32 +5,24 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from matrix import build_mechanism, call_mechanism, stock_config, stock_model
+from matrix import attend, build_mechanism, mechanism_of, qkv, stock_config, stock_model
 
 from hf_linear_attention import LinearAttentionSettings, convert, convert_config
-from hf_linear_attention.mechanisms.base import LayerShape
 from hf_linear_attention.mechanisms.linformer import mean_pool_matrix
 from hf_linear_attention.mechanisms.nystrom import iterative_pinv
-from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
 def build(name: str, max_length: int | None = None, **options):
     """At its start, in float64."""
-    settings = LinearAttentionSettings({"mechanism": name, **options}, max_length=max_length)
-    mechanism = MECHANISMS[name](settings, LayerShape(4, 2, 8, 0, max_length))
-    mechanism.reset_parameters()
-    return mechanism.double()
+    return mechanism_of({"mechanism": name, **options}, max_length=max_length).double()
 
 
 def inputs(length: int, batch: int = 1, std: float = 2.0):
-    generator = torch.Generator().manual_seed(length)
-    return [torch.randn(batch, heads, length, 8, generator=generator).double() * std for heads in (4, 2, 2)]
+    return qkv(length, batch=batch, std=std, dtype=torch.float64, seed=length)
 
 
 def run(mechanism, query, key, value, mask=None):
-    return call_mechanism(mechanism, query, key, value, attention_mask=mask, scaling=0.3, is_causal=False, state=None)[
-        0
-    ]
+    return attend(mechanism, query, key, value, mask, scaling=0.3, is_causal=False)[0]
 
 
 def softmax(query, key, value):
@@ -90,7 +82,6 @@ def test_each_layer_may_have_its_own_size():
         ({"projection_size": [7, "5", 5]}, r"type int \(layer 1\)"),
         ({"projection_size": [7, 65, 5]}, "larger than the longest input, 64"),
         ({"projection_size": [7, 5, 5], "projection_sharing": "layerwise"}, "must be one number"),
-        ({"projection_sharing": ["none"]}, "must be of type str"),
         ({"mechanism": "linformer_linear", "projection_size": 65}, "larger than the longest input, 64"),
         ({"mechanism": "nystrom", "conv_kernel_size": 4}, "`conv_kernel_size` = 4 must be odd"),
     ],
@@ -105,10 +96,9 @@ def test_an_input_that_is_too_long_says_what_to_do():
         run(build_mechanism("linformer-headwise", max_length=8).double(), *inputs(9))
 
 
-@pytest.mark.parametrize("feature_map", ["relu", "exp", "hedgehog"])
-def test_one_slot_a_token_is_linear_attention(feature_map):
-    expected = run(build("linear", feature_map=feature_map), *inputs(20))
-    mechanism = build("linformer_linear", 20, projection_size=20, feature_map=feature_map)
+def test_one_slot_a_token_is_linear_attention():
+    expected = run(build("linear", feature_map="hedgehog"), *inputs(20))
+    mechanism = build("linformer_linear", 20, projection_size=20, feature_map="hedgehog")
     torch.testing.assert_close(run(mechanism, *inputs(20)), expected)
 
 
@@ -133,11 +123,10 @@ def test_layers_and_seeds_start_from_different_latents():
     assert len({latents.flatten()[0].item() for latents in found}) == 6
 
 
-@pytest.mark.parametrize("mechanism", ["latent", "linformer_linear", "nystrom"])
-def test_causal_models_are_refused(mechanism):
-    more = {"projection_size": 8} if mechanism == "linformer_linear" else {}
-    with pytest.raises(ValueError, match=f"`{mechanism}` has no causal form, which `llama` needs"):
-        convert_config(stock_config("llama"), mechanism=mechanism, **more)
+def test_causal_models_are_refused():
+    for settings in ({"mechanism": "latent"}, {"mechanism": "nystrom"}):
+        with pytest.raises(ValueError, match="` has no causal form, which `llama` needs"):
+            convert_config(stock_config("llama"), **settings)
 
 
 @pytest.mark.parametrize("length", [1, 11, 12])
@@ -156,7 +145,7 @@ def test_rows_of_at_most_as_many_tokens_as_landmarks_are_exact(length):
 
 
 def test_the_formula_itself_is_near_exact_with_as_many_landmarks_as_tokens():
-    """Landmarks that are the tokens give A Z A V, and Z tends to the pseudo-inverse of A."""
+    """Landmarks that are the tokens give A Z A V, and Z tends to the pseudo-inverse of A, of singular ones too."""
     query, key, value = inputs(12, std=1.0)
     logits = 0.3 * query @ reference.repeat_heads(key, 4).transpose(-1, -2)
     exact, matrix = softmax(query, key, value).transpose(1, 2), logits.softmax(-1)
@@ -164,17 +153,8 @@ def test_the_formula_itself_is_near_exact_with_as_many_landmarks_as_tokens():
     errors = [(a @ reference.repeat_heads(value, 4) - exact).norm() / exact.norm() for a in approximations]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-6
-
-
-def test_pseudo_inverse_of_zero_and_of_large_matrices_is_finite():
     matrix = torch.stack((torch.zeros(5, 5), torch.eye(5), torch.full((5, 5), 0.2)))
     inverse = iterative_pinv(matrix.requires_grad_(), 6)
     torch.testing.assert_close(inverse, torch.linalg.pinv(matrix.detach()), rtol=1e-4, atol=1e-4)
     inverse.sum().backward()
     assert matrix.grad.isfinite().all()
-
-
-def test_a_converted_encoder_with_enough_landmarks_is_the_original():
-    stock, ids = stock_model("bert"), torch.randint(3, 60, (2, 33))
-    model = convert(stock, mechanism="nystrom", num_landmarks=33, conv_kernel_size=3)
-    torch.testing.assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)

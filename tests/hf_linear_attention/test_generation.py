@@ -3,46 +3,46 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
-from matrix import MECHANISM_ROWS, stock_model
-from transformers import DynamicCache, StaticCache, WhisperConfig, WhisperForConditionalGeneration
+from matrix import MECHANISM_ROWS, recording_cache, stock_model
+from transformers import StaticCache, WhisperConfig, WhisperForConditionalGeneration
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from hf_linear_attention import convert
-from hf_linear_attention.attention.cache import state_layer
 
 
-SETTINGS = {
-    "linear": {"mechanism": "linear", "feature_map": "exp", "num_features": 16},
-    "performer": {"mechanism": "performer", "num_features": 16},
-    # shorter than the prompts, so that tokens leave the window in prefill and in decoding
-    "hybrid": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 16},
-    "gated_delta": {"mechanism": "gated_delta", "conv_size": 3},
+LINEAR = {"mechanism": "linear", "feature_map": "exp", "num_features": 16}
+# shorter than the prompts, so that tokens leave the window in prefill and in decoding
+HYBRID = {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 16}
+PERFORMER = {"mechanism": "performer", "num_features": 16}
+# Each kind of state, each kind of positions, and softmax layers beside converted ones.
+CASES = {
+    "linear": ("llama", LINEAR),
+    "hybrid": ("llama", HYBRID),
+    "gated_delta": ("llama", {"mechanism": "gated_delta", "conv_size": 3}),
+    "gpt2": ("gpt2", {**LINEAR, "layers": [0, 2]}),
+    "gpt_neox": ("gpt_neox", {**HYBRID, "layers": [0, 2]}),
+    "opt": ("opt", PERFORMER),
+    **{row: ("llama", MECHANISM_ROWS[row]) for row in ("aft-local", "linear-taylor", "linear-gated", "hybrid-delta")},
+    "window": ("llama", MECHANISM_ROWS["window"]),
 }
-# Further kinds of states.
-ROWS = ("aft-local", "linear-taylor", "linear-decay", "linear-gated", "performer", "hybrid-delta", "window")
-
-# Every mechanism, every kind of positions, and softmax layers beside converted ones.
-CASES = [("llama", name, "all") for name in SETTINGS]
-CASES += [("gpt2", "linear", "some"), ("gpt_neox", "hybrid", "some"), ("opt", "performer", "all")]
+SOME = ("linear", "hybrid", "gated_delta", "gpt2", "gpt_neox", "opt")
+STATES = ("linear", "hybrid", "gated_delta")
 PROMPT = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(3))
 # Row 0 has three tokens of padding on the left.
 MASK = torch.ones_like(PROMPT).index_put((torch.tensor([0, 0, 0]), torch.tensor([0, 1, 2])), torch.tensor(0))
 
-_MODELS: dict = {}
 
-
-def build(family, name, layers):
-    """One model for all tests of a case; none of them may change it."""
-    key = (family, name, layers)
-    if key not in _MODELS:
-        settings = {**SETTINGS[name], "layers": "all" if layers == "all" else [0, 2]}
-        model = convert(stock_model(family), **settings)
-        model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-        _MODELS[key] = model
-    return _MODELS[key]
+@functools.cache
+def build(name: str, family: str | None = None):
+    """One model for all tests of a case, by default of its own family; none of them may change it."""
+    own, settings = CASES[name]
+    model = convert(stock_model(family or own), **settings)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    return model
 
 
 def generate(model, **kwargs):
@@ -52,44 +52,26 @@ def generate(model, **kwargs):
 
 def assert_same(actual, expected):
     assert torch.equal(actual.sequences, expected.sequences)
-    for a, e in zip(actual.logits, expected.logits):
-        # float32 sums in another order, through three layers of weights with a standard deviation of 0.3
-        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+    # float32 sums in another order, through three layers of weights with a standard deviation of 0.3
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "name", "layers"), CASES)
-def test_cached_generation_equals_recomputation(family, name, layers):
-    model = build(family, name, layers)
-    assert_same(generate(model), generate(model, use_cache=False))
-    assert_same(generate(model, prefill_chunk_size=4), generate(model))
-    assert_same(generate(model, cache_implementation="static"), generate(model))
-    # a second call gives the same text: nothing of the first one is left in the model
-    again = generate(model)
-    assert_same(again, generate(model))
+@pytest.mark.parametrize("name", CASES)
+def test_cached_generation_equals_recomputation(name):
+    model = build(name)
+    expected = generate(model, use_cache=False)
+    # the last call gives the same text: nothing of the earlier ones is left in the model
+    for options in ({}, {"prefill_chunk_size": 4}, {"cache_implementation": "static"}, {}):
+        assert_same(generate(model, **options), expected)
     # and a padded row the text that it gives alone
     alone = model.generate(PROMPT[:1, 3:], max_new_tokens=8, do_sample=False)
-    assert torch.equal(again.sequences[0, 3:], alone[0])
+    assert torch.equal(expected.sequences[0, 3:], alone[0])
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_every_mechanism_generates_from_its_state_what_it_does_without(row):
-    model = convert(stock_model("llama"), **MECHANISM_ROWS[row])
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    expected = generate(model, use_cache=False)
-    assert_same(generate(model), expected)
-    assert_same(generate(model, cache_implementation="static"), expected)
-    beams = [generate(model, num_beams=2, use_cache=use_cache).sequences for use_cache in (False, True)]
-    assert torch.equal(*beams)
-    # with what goes back to an earlier state: tokens that were looked up in the prompt and turn out wrong
-    prompt = torch.cat((PROMPT[1:], PROMPT[1:]), dim=1)
-    looked_up = model.generate(prompt, max_new_tokens=6, do_sample=False, prompt_lookup_num_tokens=3)
-    assert torch.equal(looked_up, model.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=False))
-
-
-@pytest.mark.parametrize(("family", "name", "layers"), CASES)
-def test_beams_and_samples(family, name, layers):
-    model = build(family, name, layers)
-    beams = {"num_beams": 3, "num_return_sequences": 2}
+@pytest.mark.parametrize("name", CASES)
+def test_beams_samples_and_looked_up_tokens(name):
+    """The last ones go back to an earlier state where tokens from the prompt turn out wrong."""
+    model, beams = build(name), {"num_beams": 3, "num_return_sequences": 2}
     cached, recomputed = generate(model, **beams), generate(model, use_cache=False, **beams)
     assert torch.equal(cached.sequences, recomputed.sequences)
     torch.testing.assert_close(cached.sequences_scores, recomputed.sequences_scores, rtol=1e-4, atol=1e-4)
@@ -98,39 +80,37 @@ def test_beams_and_samples(family, name, layers):
         torch.manual_seed(7)
         sampled.append(generate(model, do_sample=True, top_k=20, num_return_sequences=2, use_cache=use_cache).sequences)
     assert torch.equal(*sampled)
+    lookup, options = torch.cat([PROMPT[1:]] * 3, dim=1), {"max_new_tokens": 12, "do_sample": False}
+    looked_up = model.generate(lookup, prompt_lookup_num_tokens=3, **options)
+    assert torch.equal(looked_up, model.generate(lookup, use_cache=False, **options))
 
 
-@pytest.mark.parametrize(("family", "name", "layers"), CASES)
-def test_every_split_of_prefill_and_decoding_gives_the_logits_of_one_forward(family, name, layers):
-    model = build(family, name, layers)
+@pytest.mark.parametrize("name", SOME)
+@torch.no_grad()
+def test_every_split_of_prefill_and_decoding_gives_the_logits_of_one_forward(name):
+    model = build(name)
     ids = torch.randint(3, 64, (2, 17), generator=torch.Generator().manual_seed(4))
-    with torch.no_grad():
-        whole = model(ids, use_cache=False).logits
-        for split in range(1, 17):
-            first = model(ids[:, :split], use_cache=True)
-            second = model(ids[:, split:], past_key_values=first.past_key_values)
-            logits = torch.cat((first.logits, second.logits), dim=1)
-            torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+    whole = model(ids, use_cache=False).logits
+    for split in range(1, 17):
+        first = model(ids[:, :split], use_cache=True)
+        second = model(ids[:, split:], past_key_values=first.past_key_values)
+        logits = torch.cat((first.logits, second.logits), dim=1)
+        torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "name", "layers"), CASES)
-def test_assisted_decoding_as_target_and_as_assistant(family, name, layers):
-    model = build(family, name, layers)
-    other = build(family, "performer" if name == "linear" else "linear", layers)
-    prompt = PROMPT[1:]
+@pytest.mark.parametrize("name", STATES)
+def test_assisted_decoding_as_target_and_as_assistant(name):
+    model, prompt = build(name), PROMPT[1:]
     alone = model.generate(prompt, max_new_tokens=12, do_sample=False)
-    for assistant in (other, model, stock_model(family)):
+    for assistant in (build("opt", "llama"), model, stock_model("llama")):
         assisted = model.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=assistant)
         assert torch.equal(assisted, alone)
-    lookup = torch.cat((prompt, prompt, prompt), dim=1)
-    expected = model.generate(lookup, max_new_tokens=12, do_sample=False)
-    assert torch.equal(model.generate(lookup, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3), expected)
 
 
-@pytest.mark.parametrize(("family", "name", "layers"), CASES)
-def test_an_assistant_proposes_what_it_would_generate_itself(family, name, layers, monkeypatch):
+@pytest.mark.parametrize("name", SOME)
+def test_an_assistant_proposes_what_it_would_generate_itself(name, monkeypatch):
     """Whatever it proposes, the target corrects: that the text is right says nothing of the assistant's rollback."""
-    assistant = copy.deepcopy(build(family, name, layers))
+    assistant = copy.deepcopy(build(name))
     assistant.generation_config.update(
         num_assistant_tokens=4, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
     )
@@ -143,7 +123,7 @@ def test_an_assistant_proposes_what_it_would_generate_itself(family, name, layer
 
     get_candidates = AssistedCandidateGenerator.get_candidates
     monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", recorded)
-    target = stock_model(family, initializer_range=0.2)  # another model, which rejects most of them
+    target = stock_model(CASES[name][0], initializer_range=0.2)  # another model, which rejects most of them
     target.generation_config.pad_token_id, target.generation_config.eos_token_id = 0, None
     # no padding tokens: transformers gives the assistant no mask, so it would take those that come out for padding
     arguments = {"do_sample": False, "suppress_tokens": [0]}
@@ -175,10 +155,9 @@ def test_whisper_returns_its_outputs_one_by_one(cross_attention: bool):
         assert torch.equal(output.sequences, model.generate(features, num_beams=beams, use_cache=False).sequences)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", STATES)
 def test_the_state_does_not_grow(name):
-    model = build("llama", name, "all")
-    sizes = []
+    model, sizes = build(name), []
     for length in (3, 40):
         cache = model(torch.randint(3, 64, (1, length)), use_cache=True).past_key_values
         assert cache.get_seq_length() == length
@@ -193,70 +172,65 @@ def test_the_state_does_not_grow(name):
     assert sizes[0] == [expected] * 3
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_crop_is_exact(name):
-    model = build("llama", name, "all")
-    ids = torch.randint(3, 64, (2, 20))
+@pytest.mark.parametrize("name", [*STATES, "hybrid-delta"])
+@torch.no_grad()
+def test_crop_is_exact_also_once_saved(name, tmp_path):
+    model, ids = build(name), torch.randint(3, 64, (2, 20))
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
-    cache = DynamicCache(config=model.config)
-    for layer in range(3):
-        state_layer(cache, layer)
-    cache.activate_past_recording()
+    cache = recording_cache(model)
 
-    def step(start, stop):
-        return model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
+    def check(cache, start, stop):
+        actual = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
+        expected = model(ids[:, :stop], attention_mask=mask[:, :stop], use_cache=False).logits[:, start:]
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
-    def expected(stop):
-        return model(ids[:, :stop], attention_mask=mask[:, :stop], use_cache=False).logits
-
-    with torch.no_grad():
-        step(0, 10)
-        cache.crop(-3)
-        assert cache.get_seq_length() == 7
-        torch.testing.assert_close(step(7, 12), expected(12)[:, 7:], rtol=1e-4, atol=1e-4)
-        cache.crop(0)
-        step(12, 15)
-        cache.reorder_cache(torch.tensor([1, 0]))  # as beams are, with what was recorded
-        ids, mask = ids.flip(0), mask.flip(0)
-        cache.crop(-2)
-        torch.testing.assert_close(step(13, 15), expected(15)[:, 13:], rtol=1e-4, atol=1e-4)
-        cache.crop(-1)
-        cache.crop(-1)
-        torch.testing.assert_close(step(13, 20), expected(20)[:, 13:], rtol=1e-4, atol=1e-4)
-        with pytest.raises(ValueError, match="only 7 tokens were recorded"):
-            cache.crop(-9)
-        with pytest.raises(ValueError, match="negative number"):
-            cache.crop(3)
+    check(cache, 0, 10)
+    cache.crop(-3)  # the tokens that stay are not in the state yet
+    assert cache.get_seq_length() == 7
+    model.save_prompt_state(cache, tmp_path / "prompt.safetensors")
+    check(model.load_prompt_state(tmp_path / "prompt.safetensors"), 7, 20)
+    check(cache, 7, 12)
+    cache.crop(0)
+    check(cache, 12, 15)
+    cache.reorder_cache(torch.tensor([1, 0]))  # as beams are, with what was recorded
+    ids, mask = ids.flip(0), mask.flip(0)
+    cache.crop(-2)
+    check(cache, 13, 15)
+    cache.crop(-1)
+    cache.crop(-1)
+    check(cache, 13, 20)
+    with pytest.raises(ValueError, match="only 7 tokens were recorded"):
+        cache.crop(-9)
+    with pytest.raises(ValueError, match="negative number"):
+        cache.crop(3)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", STATES)
+@torch.no_grad()
 def test_batch_operations_move_the_state(name):
-    model = build("llama", name, "all")
-    ids = torch.randint(3, 64, (2, 8))
-    with torch.no_grad():
-        cache = model(ids[:, :6], use_cache=True).past_key_values
-        cache.reorder_cache(torch.tensor([1, 0]))
-        swapped = model(ids[[1, 0], 6:], past_key_values=copy.deepcopy(cache)).logits
-        torch.testing.assert_close(swapped, model(ids[[1, 0]]).logits[:, 6:], rtol=1e-4, atol=1e-4)
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([0, 3]))
-        selected = model(ids[[1, 0], 6:], past_key_values=cache).logits
-        torch.testing.assert_close(selected, swapped, rtol=1e-4, atol=1e-4)
-        cache.reset()
-        assert cache.get_seq_length() == 0
-        torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    model, ids = build(name), torch.randint(3, 64, (2, 8))
+    cache = model(ids[:, :6], use_cache=True).past_key_values
+    cache.reorder_cache(torch.tensor([1, 0]))
+    swapped = model(ids[[1, 0], 6:], past_key_values=copy.deepcopy(cache)).logits
+    torch.testing.assert_close(swapped, model(ids[[1, 0]]).logits[:, 6:], rtol=1e-4, atol=1e-4)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    selected = model(ids[[1, 0], 6:], past_key_values=cache).logits
+    torch.testing.assert_close(selected, swapped, rtol=1e-4, atol=1e-4)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", STATES)
+@torch.no_grad()
 def test_a_static_cache_keeps_its_addresses(name):
-    model = build("llama", name, "all")
-    ids = torch.randint(3, 64, (1, 12))
+    model, ids = build(name), torch.randint(3, 64, (1, 12))
     cache = StaticCache(config=model.config, max_cache_len=32)
-    with torch.no_grad():
-        model(ids[:, :6], past_key_values=cache)
-        addresses = [layer.state[0].data_ptr() for layer in cache.layers]
-        logits = [model(ids[:, step : step + 1], past_key_values=cache).logits for step in range(6, 12)]
-        assert [layer.state[0].data_ptr() for layer in cache.layers] == addresses
-        expected = model(ids, use_cache=False).logits[:, 6:]
+    model(ids[:, :6], past_key_values=cache)
+    addresses = [layer.state[0].data_ptr() for layer in cache.layers]
+    logits = [model(ids[:, step : step + 1], past_key_values=cache).logits for step in range(6, 12)]
+    assert [layer.state[0].data_ptr() for layer in cache.layers] == addresses
+    expected = model(ids, use_cache=False).logits[:, 6:]
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-4)

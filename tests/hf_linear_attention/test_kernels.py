@@ -12,13 +12,14 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from operators import OPERATORS
+from delta_calls import assert_close, values_and_gradients
+from delta_calls import sample as delta_sample
 
-from hf_linear_attention.features.maps import elu_plus_one
 from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.kernels import delta as kernels_delta
 from hf_linear_attention.torch_kernels.attention import kernel_attention, map_attention
 from hf_linear_attention.torch_kernels.blocks import ELU_PLUS_ONE, EXP, PLAIN, Affine, KernelMap, plain_attention
-from hf_linear_attention.torch_kernels.causal import CausalAttention
+from hf_linear_attention.torch_kernels.delta import gated_delta
 
 
 needs_c = pytest.mark.skipif(kernels_cpu.library() is None, reason="no C kernels")
@@ -47,98 +48,20 @@ def agree(actual, exact, tolerance):
         assert (a - e).norm() <= tolerance * e.norm()
 
 
-@pytest.mark.parametrize("log_features", [True, False])
-@pytest.mark.parametrize("padded", [True, False])
-def test_decay_is_exact_in_values_gradients_and_splits(log_features, padded):
-    query, key, value = sample(150, log_features, dtype=torch.float64)
-    log_decay = torch.tensor([-0.003, -0.7], dtype=torch.float64, requires_grad=True)
-    mask = None
-    if padded:
-        mask = torch.ones(2, 150, dtype=torch.bool)
-        mask[0, :70], mask[1, 20:90] = False, False
-    arguments = {"log_features": log_features, "is_causal": True, "log_decay": log_decay}
-    leaves = [tensor.requires_grad_() for tensor in (query, key, value)] + [log_decay]
-    actual, _ = kernel_attention(query, key, value, key_mask=mask, **arguments)
-    expected = oracle(query, key, value, log_features, log_decay, mask)
-    seen = torch.ones(2, 150, dtype=torch.bool) if mask is None else mask
-    actual, expected = actual.transpose(1, 2)[seen], expected.transpose(1, 2)[seen]
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
-    direction = torch.randn_like(expected)
-    for a, e in zip(
-        torch.autograd.grad((actual * direction).sum(), leaves),
-        torch.autograd.grad((expected * direction).sum(), leaves),
-    ):
-        torch.testing.assert_close(a, e, rtol=1e-7, atol=1e-8)
-    state, outputs = None, []
-    for part in (slice(0, 1), slice(1, 80), slice(80, 81), slice(81, 150)):
-        piece = [tensor[:, :, part] for tensor in (query, key, value)]
-        output, state = kernel_attention(
-            *piece, key_mask=None if mask is None else mask[:, part], state=state, **arguments
-        )
-        outputs.append(output)
-    torch.testing.assert_close(torch.cat(outputs, dim=2).transpose(1, 2)[seen], actual, rtol=1e-9, atol=1e-10)
-
-
-def loud(length: int, std: float = 80.0):
-    """Log features: a large key makes all that were seen before it small."""
-    query, key, value = (torch.randn(2, heads, length, 6) for heads in (4, 2, 2))
-    return query * std, key * std, value
-
-
 @pytest.mark.parametrize("decay", [None, [-0.01, -3.0]])
-@pytest.mark.parametrize("form", ["vmap", "pieces"])
-def test_loud_log_features_in_plain_operations(form, decay):
+def test_loud_log_features_in_plain_operations(decay):
     """A maximum over keys that a query does not see would make its own weights underflow."""
-    query, key, value = loud(150)
-    log_decay, mask = None if decay is None else torch.tensor(decay), torch.ones(2, 150, dtype=torch.bool)
+    query, key, value = sample(150, True)
+    query, key, mask = 80 * query, 80 * key, torch.ones(2, 150, dtype=torch.bool)
+    log_decay = None if decay is None else torch.tensor(decay)
     mask[0, :3] = mask[1, 60:70] = False
-    options = {"log_features": True, "is_causal": True, "log_decay": log_decay}
-    expected = oracle(query, key, value, True, log_decay, mask)
-    if form == "vmap":
-        attend = torch.vmap(lambda *given: kernel_attention(*given, key_mask=mask, **options)[0])
-        actual = attend(*(x.expand(2, *x.shape) for x in (query, key, value)))[1]
-    else:
-        state, outputs = None, []
-        for part in (slice(0, 1), slice(1, 64), slice(64, 150)):
-            piece = (x[:, :, part] for x in (query, key, value))
-            output, _, _, state = plain_attention(*piece, key_mask=mask[:, part], state=state, **options)
-            outputs.append(output.flatten(1, 2))
-        actual = torch.cat(outputs, dim=2)
-    seen = mask[:, None, :, None]
-    agree([actual * seen], [expected * seen], 5e-5)  # float32 rounds an exponent of 300 to 2e-5
-
-
-def test_loud_packed_sequences_are_those_of_each_apart():
-    query, key, value = loud(100)
-    numbers = torch.tensor([1] * 30 + [2] + [3] * 20 + [0] * 3 + [3] * 13 + [4] * 33).expand(2, -1)
-    actual, _ = kernel_attention(query, key, value, log_features=True, is_causal=True, key_mask=numbers)
-    for number in (1, 2, 3, 4):
-        own = numbers[0] == number
-        agree([actual[:, :, own]], [oracle(*(x[:, :, own] for x in (query, key, value)), True)], 5e-5)
-
-
-def test_second_derivatives_of_loud_log_features():
-    log_decay, inputs, found = torch.tensor([-0.01, -3.0]), loud(40), []
-    options = {"log_features": True, "is_causal": True, "log_decay": log_decay}
-    for dtype, attend in (
-        (torch.float64, lambda *given: oracle(*given, True, log_decay)),
-        (torch.float32, lambda *given: kernel_attention(*given, **options)[0]),
-    ):
-        leaves = [x.to(dtype).requires_grad_() for x in inputs]
-        first = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
-        second = torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
-        found.append([x.detach() for x in (*first, *second)])
-    agree(*found[::-1], 1e-3)
-
-
-@pytest.mark.parametrize("with_state", [True, False])
-def test_causal_gradients_in_float64(with_state):
-    query = torch.rand(2, 3, 2, 37, 3, dtype=torch.float64)
-    # As a model hands them over: heads beside tokens in memory.
-    key, value = (torch.rand(2, 37, 3, n, dtype=torch.float64).transpose(1, 2) for n in (3, 2))
-    state = torch.rand(2, 3, 3, 3, dtype=torch.float64) if with_state else None
-    leaves = [None if x is None else x.requires_grad_() for x in (query, key, value, state)]
-    assert torch.autograd.gradcheck(CausalAttention.apply, leaves, fast_mode=True)
+    state, outputs = None, []
+    for part in (slice(0, 1), slice(1, 64), slice(64, 150)):
+        options = {"log_features": True, "is_causal": True, "log_decay": log_decay, "key_mask": mask[:, part]}
+        output, _, _, state = plain_attention(*(x[:, :, part] for x in (query, key, value)), state=state, **options)
+        outputs.append(output.flatten(1, 2))
+    seen, expected = mask[:, None, :, None], oracle(query, key, value, True, log_decay, mask)
+    agree([torch.cat(outputs, dim=2) * seen], [expected * seen], 5e-5)  # float32 rounds an exponent of 300 to 2e-5
 
 
 def gradients(tensors, rate, log_features, direction, mask=None):
@@ -159,11 +82,10 @@ def test_the_gradient_of_the_rate_keeps_its_digits_in_long_inputs(log_features, 
 
 
 @pytest.mark.parametrize("log_features", [True, False], ids=["exponents", "features"])
-@pytest.mark.parametrize("hidden", [[32, 33, 34], [0, 1, 32, 64, 65]], ids=str)
-def test_hidden_tokens_at_the_start_of_a_block_with_a_rate_of_89(hidden, log_features, backend):
+def test_hidden_tokens_at_the_start_of_a_block_with_a_rate_of_89(log_features, backend):
     tensors, rate = sample(70, log_features, batch=1), torch.tensor([89.0, 0.5]).log()
     mask = torch.ones(1, 70, dtype=torch.bool)
-    mask[:, hidden] = False
+    mask[:, [0, 1, 32, 33, 64, 65]] = False
     direction = torch.randn(1, 4, 70, 6)
     leaves = [x.double().requires_grad_() for x in (*tensors, rate)]
     output = oracle(*leaves[:3], log_features, -leaves[3].exp(), mask)
@@ -189,18 +111,6 @@ def test_padding_of_many_blocks_on_the_left_changes_no_gradient(dim, decay, padd
     agree(*found, 1e-5)
 
 
-def test_queries_before_the_first_key_of_a_block_see_what_was_carried(backend):
-    """With exponents: one maximum serves a block, and the first key of this one is far above what was carried."""
-    query, key, tokens = sample(20, True, batch=1)
-    key[:, :, 16] += 89.0
-    mask = torch.arange(20)[None] >= 16
-    state = torch.cat((torch.randn(1, 2, 6, 6), torch.rand(1, 2, 6, 1) + 0.5, torch.randn(1, 2, 6, 1)), dim=-1)
-    options = {"log_features": True, "is_causal": True, "key_mask": mask}
-    actual, _ = kernel_attention(query, key, tokens, state=state, **options)
-    exact, _ = kernel_attention(query.double(), key.double(), tokens.double(), state=state.double(), **options)
-    agree([actual], [exact], 1e-5)
-
-
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("function", [PLAIN, EXP])
 def test_what_a_mask_hides_may_be_anything(function, is_causal, backend):
@@ -215,11 +125,6 @@ def test_what_a_mask_hides_may_be_anything(function, is_causal, backend):
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(actual[0].sum(), leaves))
 
 
-def test_the_kernel_map_keeps_relative_accuracy_where_features_are_tiny():
-    x = torch.linspace(-80, 0, 4 * 5 * 16).view(1, 4, 5, 16)
-    torch.testing.assert_close(elu_plus_one(x), x.double().exp().float(), rtol=1e-6, atol=0)
-
-
 def test_no_features_are_refused():
     for log_features in (True, False):
         query, key, value = (torch.rand(2, 2, 5, n) for n in (0, 0, 3))
@@ -229,32 +134,6 @@ def test_no_features_are_refused():
         one = [x[:, :, :1] for x in (query, key, value)]
         with pytest.raises(ValueError, match="0 features"), torch.no_grad():
             kernel_attention(*one, log_features=log_features, is_causal=True, state=state)
-
-
-@needs_c
-@pytest.mark.parametrize(
-    "tensor", [torch.ones((1,) * 5, dtype=torch.float64), torch.ones(1), torch.ones(5, device="meta")]
-)
-def test_c_reads_no_tensor_of_another_kind(tensor):
-    given = [torch.rand(1, 1, 1, 4, 8)] * 3
-    with pytest.raises(TypeError, match="C reads float32, bfloat16 and bool"):
-        kernels_cpu.run_attention("attention_forward", (8, 0, True), (*given, tensor))
-
-
-def test_gradients_that_do_not_fit_are_refused(backend):
-    query, key, value = sample(5, False)
-    given = (query, key, value, *[None] * 7, PLAIN, True)
-    output, denominator, _, _ = OPERATORS.attention(*given)
-    needed = [True] * 3 + [False] * 7
-    for wrong in (output[:1], output[:, :4], output.double(), output[..., :4]):
-        with pytest.raises(ValueError, match="grad_output"):
-            OPERATORS.attention_backward(wrong, None, None, *given, output, denominator, needed)
-        with pytest.raises(ValueError, match="`output`"):
-            OPERATORS.attention_backward(output, None, None, *given, wrong, denominator, needed)
-    with pytest.raises(ValueError, match="denominator"):
-        OPERATORS.attention_backward(output, None, None, *given, output, denominator[:1], needed)
-    with pytest.raises(ValueError, match="10 tensors"):
-        OPERATORS.attention_backward(output, None, None, *given, output, denominator, needed[:3])
 
 
 @needs_c
@@ -325,16 +204,15 @@ def parts(monkeypatch):
 
 
 @needs_c
-@pytest.mark.parametrize(("with_state", "padded"), [(False, True), (True, False)])
-@pytest.mark.parametrize(("is_causal", "with_decay"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("is_causal", "with_state", "with_decay"), [(False, False, False), (True, True, True)])
 @pytest.mark.parametrize("function", [ELU_PLUS_ONE, EXP])
-def test_parts_agree_with_the_whole(parts, function, is_causal, with_state, padded, with_decay):
+def test_parts_agree_with_the_whole(parts, function, is_causal, with_state, with_decay):
     query, key, value = torch.randn(1, 3, 101, 8) * 3, torch.randn(1, 1, 101, 8) * 3, torch.randn(1, 1, 101, 6)
     key[:, :, 60:] *= 4  # by their norm, these weigh less than float32 can hold beside the others
     affine, norm = (Affine(torch.randn(1, 8, 12)), torch.ones(1, 1, 1)) if function == EXP else (None, None)
     features = 12 if function == EXP else 8
     options = {"is_causal": is_causal, "key_mask": None, "state": None, "log_decay": None}
-    if padded:
+    if not with_state:
         options["key_mask"] = torch.rand(1, 101) > 0.3
         options["key_mask"][:, :40] = False  # a whole part and more
     if with_state:
@@ -386,3 +264,25 @@ def test_gradients_in_parts_of_the_query_heads_agree_with_the_whole(monkeypatch)
     for actual, expected in zip(*results):
         # sums in another order, in float32; of a number that a head shares, over thousands of terms of both signs
         assert (actual - expected).norm() <= 1e-5 * expected.norm() + (5e-4 if actual.numel() == 2 else 1e-6)
+
+
+def test_equal_keys_of_the_delta_rule_are_solved_exactly(backend):
+    """The hardest system: with one key and beta 1 every token erases the one before it completely."""
+    tensors = delta_sample(128, False, decay=0.0)
+    tensors["key"], tensors["beta"] = tensors["key"][:, :, :1].expand(-1, -1, 128, -1), torch.ones(2, 2, 128)
+    assert_close(gated_delta(**tensors), reference.gated_delta(**tensors))
+
+
+@needs_c
+def test_threads_share_the_columns_of_few_heads(monkeypatch):
+    tensors = delta_sample(70, False, heads=(2, 1), width=70)
+    tensors = {name: x[:1] for name, x in tensors.items()}
+    exact = values_and_gradients(reference.gated_delta, tensors)
+    parts = []
+    run_attention = kernels_delta.run_attention
+    monkeypatch.setattr(
+        kernels_delta, "run_attention", lambda *given: parts.append(len(given) - 2) or run_attention(*given)
+    )
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    assert_close(values_and_gradients(gated_delta, tensors), exact)
+    assert parts == [2, 2]  # 70 columns, at least 32 in each part

@@ -11,19 +11,16 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import reference
 import torch
 from delta_calls import assert_close, sample, values_and_gradients
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.kernels import fla as kernels_fla
 from hf_linear_attention.torch_kernels.attention import kernel_attention
-from hf_linear_attention.torch_kernels.causal import CausalAttention
 from hf_linear_attention.torch_kernels.delta import gated_delta
 from hf_linear_attention.torch_kernels.implementations import IMPLEMENTATIONS
 
@@ -60,16 +57,6 @@ def delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state):
     return output.transpose(1, 2).to(v.dtype), state.float()
 
 
-class InterpreterDriver:
-    """What Triton's autotuner and fla ask of a GPU: every kernel takes as long as any other."""
-
-    def get_benchmarker(self):
-        return lambda call, quantiles: [0.0] * len(quantiles)
-
-    def get_current_target(self):
-        return SimpleNamespace(backend="cpu", arch="")
-
-
 @pytest.fixture
 def kernels(monkeypatch):
     """The recurrent kernels, and the chunked ones stood in for by them; real ones of the delta rule lack gradients."""
@@ -77,7 +64,11 @@ def kernels(monkeypatch):
     if INTERPRETED:
         import triton
 
-        triton.runtime.driver.set_active(InterpreterDriver())
+        # What Triton's autotuner and fla ask of a GPU: every kernel takes as long as any other.
+        target = SimpleNamespace(backend="cpu", arch="")
+        benchmarker = lambda call, quantiles: [0.0] * len(quantiles)  # noqa: E731
+        driver = SimpleNamespace(get_benchmarker=lambda: benchmarker, get_current_target=lambda: target)
+        triton.runtime.driver.set_active(driver)
         kernel, _ = kernels_fla._kernels()
         rules = {by_feature: kernels_fla._delta_kernels(by_feature) for by_feature in rules}
         assert None not in rules.values()
@@ -91,35 +82,20 @@ def on_cuda(monkeypatch):
     monkeypatch.setattr(kernels_fla, "is_on_cuda", lambda tensor: True)
 
 
-@pytest.mark.parametrize("with_state", [True, False])
 @pytest.mark.parametrize(
-    ("dtype", "length", "tolerance"),
+    ("log_features", "decay", "dtype"),
     [
-        (torch.float32, 37, 2e-6),  # float32 rounds at 6e-8; sums of up to 37 terms that partly cancel
-        (torch.bfloat16, 80, 1e-2),  # blocks: queries, keys and sums in bfloat16, which rounds at 4e-3
+        (True, True, torch.float32),
+        (False, True, torch.float32),
+        (True, False, torch.bfloat16),  # by blocks
     ],
 )
-def test_values_and_gradients_are_those_of_torch_in_float64(kernels, dtype, length, tolerance, with_state):
-    state = torch.rand(2, 2, 20, 13) if with_state else None
-    given = [torch.rand(2, 2, 2, length, 20), torch.rand(2, 2, length, 20), torch.randn(2, 2, length, 12), state]
-    given[2] = given[2].to(dtype)
-    directions = [torch.randn(2, 2, 2, length, 12), torch.randn(2, 2, 2, length, 1), torch.randn(2, 2, 20, 13)]
-    found = []
-    for function, is_wide in ((kernels_fla.causal_attention, False), (CausalAttention.apply, True)):
-        leaves = [x if x is None else (x.double() if is_wide else x.clone()).requires_grad_() for x in given]
-        outputs = function(*leaves)
-        loss = sum((output * direction).sum() for output, direction in zip(outputs, directions))
-        found.append([*outputs, *torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])])
-    for a, e in zip(*found):
-        assert a.shape == e.shape
-        assert (a - e).norm() <= tolerance * e.norm()
-
-
-@pytest.mark.parametrize(("log_features", "decay"), [(True, True), (False, True), (True, False)])
-def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features, decay, monkeypatch):
+def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features, decay, dtype, monkeypatch):
     length, split = 75, 30
-    monkeypatch.setattr(kernels_fla, "LONGEST_RECURRENT", length)
+    if dtype == torch.float32:
+        monkeypatch.setattr(kernels_fla, "LONGEST_RECURRENT", length)
     query, key, value = torch.randn(2, 4, length, 6), torch.randn(2, 2, length, 6), torch.randn(2, 2, length, 5)
+    value = value.to(dtype)
     if not log_features:
         query, key = query.exp(), key.exp()
     mask = torch.ones(2, length, dtype=torch.bool)
@@ -146,13 +122,13 @@ def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features
     expected, calls = run(), []
     monkeypatch.setitem(IMPLEMENTATIONS, "gpu_kernel", lambda value, n: calls.append(n) or kernels_fla.causal_attention)
     for a, e in zip(run(), expected):
-        # float32 on both sides, sums of 75 terms in another order; a decay of -0.9 shrinks some by exp(-60)
-        assert (a - e).norm() <= 1e-5 * e.norm()
+        # float32 on both sides, sums of 75 terms in another order; a decay of -0.9 shrinks some by exp(-60). In
+        # bfloat16 queries, keys and sums round at 4e-3.
+        assert (a - e).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * e.norm()
     assert calls == [split, length - split]
 
 
-@pytest.mark.parametrize("per_feature", [False, True])
-@pytest.mark.parametrize("length", [1, 37])
+@pytest.mark.parametrize(("length", "per_feature"), [(1, False), (37, True)])
 @torch.no_grad()
 def test_the_recurrent_delta_rule_is_the_oracle(kernels, on_cuda, length, per_feature):
     tensors, mask = sample(length, per_feature, 50.0), torch.arange(length) // torch.tensor([[7], [40]]) + 1
@@ -205,36 +181,26 @@ def test_what_goes_to_fla(kernels, on_cuda, monkeypatch):
     assert kernel(torch.bfloat16, 4096) is None
 
 
-def test_what_torch_says_of_devices_and_precision():
-    with FakeTensorMode():
-        assert not kernels_fla.is_on_cuda(torch.empty(2, device="cuda"))
-    assert not kernels_fla.is_tf32_allowed()
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        assert kernels_fla.is_tf32_allowed()
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """A folder of packages in front of all others, whose `fla` is forgotten at the end."""
+    """Makes packages in front of all others, whose `fla` is forgotten before and at the end."""
     monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
-        monkeypatch.delitem(sys.modules, name)
-    yield tmp_path
-    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
-        del sys.modules[name]
 
+    def forget():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+            monkeypatch.delitem(sys.modules, name)
 
-def write(folder: Path, text: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "__init__.py").write_text(text, encoding="utf-8")
+    def write(name: str, text: str = "") -> None:
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "__init__.py").write_text(text, encoding="utf-8")
+
+    forget()
+    yield write
+    forget()
 
 
 def test_on_a_cpu_fla_is_never_imported(packages):
-    write(packages / "fla", "raise RuntimeError('imported')")
+    packages("fla", "raise RuntimeError('imported')")
     with pytest.raises(RuntimeError, match="imported"):
         importlib.import_module("fla")
     for length in (1, 70):
@@ -245,7 +211,7 @@ def test_on_a_cpu_fla_is_never_imported(packages):
 
 @not_interpreted
 def test_without_fla_torch_computes_on_cuda_too(packages, monkeypatch):
-    write(packages / "fla", "raise ModuleNotFoundError('no triton here')")
+    packages("fla", "raise ModuleNotFoundError('no triton here')")
     assert kernels_fla._kernels.__wrapped__() is None
     assert kernels_fla._delta_kernels.__wrapped__(True) is None
     monkeypatch.setattr(kernels_fla, "_delta_kernels", lambda by_feature: None)
@@ -255,11 +221,10 @@ def test_without_fla_torch_computes_on_cuda_too(packages, monkeypatch):
 
 def test_the_models_of_fla_stay_out(packages):
     models = "import importlib\ntry:\n    importlib.import_module('fla.models')\nexcept ImportError: pass"
-    write(packages / "fla", models)
-    write(packages / "fla" / "models", "")
-    write(packages / "fla" / "ops", "")
-    functions = "chunk_simple_gla, fused_recurrent_simple_gla = 'chunked', 'recurrent'"
-    write(packages / "fla" / "ops" / "simple_gla", functions)
+    packages("fla", models)
+    packages("fla/models")
+    packages("fla/ops")
+    packages("fla/ops/simple_gla", "chunk_simple_gla, fused_recurrent_simple_gla = 'chunked', 'recurrent'")
     assert kernels_fla._kernels.__wrapped__() == ("recurrent", "chunked")
     assert "fla.models" not in sys.modules
     importlib.import_module("fla.models")  # whoever wants them can still have them
@@ -269,7 +234,7 @@ def test_the_models_of_fla_stay_out(packages):
 def test_the_real_kernels_in_the_interpreter():
     if missing := [name for name in ("fla", "triton") if importlib.util.find_spec(name) is None]:
         pytest.skip(f"{' and '.join(missing)} not installed (extra `gpu`)")
-    chosen = ["-k", "recurrent or values_and_gradients or kernel_interface", "-m", "", "-p", "no:cacheprovider"]
+    chosen = ["-k", "recurrent or kernel_interface", "-m", "", "-p", "no:cacheprovider"]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *chosen, "-p", "no:xdist", __file__],
         env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -278,4 +243,4 @@ def test_the_real_kernels_in_the_interpreter():
         timeout=600,
     )
     assert result.returncode == 0, result.stdout
-    assert "11 passed" in result.stdout
+    assert "5 passed" in result.stdout

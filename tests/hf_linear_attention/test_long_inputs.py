@@ -1,13 +1,17 @@
-"""Long inputs of decoders are computed in chunks, and nobody can tell by the result."""
+"""Long inputs: chunks of decoders, which nobody can tell by the result, and memory that does not grow."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from matrix import stock_model
+from matrix import attend, mechanism_of, stock_model
 
 from hf_linear_attention import convert
 from hf_linear_attention.attention import long_inputs
+from hf_linear_attention.kernels import cpu as kernels_cpu
+from hf_linear_attention.mechanisms import aft as mechanism_aft
+from hf_linear_attention.mechanisms import linear as mechanism_linear
+from hf_linear_attention.mechanisms import window as mechanism_window
 
 
 IDS = torch.randint(5, 60, (2, 29), generator=torch.Generator().manual_seed(0))
@@ -36,11 +40,6 @@ def model_of(name: str = "linear", family: str = "llama", auto_class: str | None
     return convert(stock_model(family, auto_class), **SETTINGS[name]).eval()
 
 
-def undivided(model, *args, **kwargs):
-    """The output of one pass: with gradients, which keep an input whole."""
-    return model(*args, **kwargs)
-
-
 def assert_close(actual, exact):
     torch.testing.assert_close(actual, exact.detach(), rtol=1e-4, atol=1e-5)  # float32 sums in another order
 
@@ -48,7 +47,7 @@ def assert_close(actual, exact):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_logits_are_those_of_one_pass(name, divided):
     model = model_of(name)
-    exact = undivided(model, IDS, attention_mask=PADDED).logits
+    exact = model(IDS, attention_mask=PADDED).logits  # with gradients, which keep an input whole
     assert not divided
     with torch.no_grad():
         output = model(IDS, attention_mask=PADDED, use_cache=False)
@@ -56,24 +55,17 @@ def test_logits_are_those_of_one_pass(name, divided):
         assert output.past_key_values is None
         assert_close(model(IDS, attention_mask=PADDED, logits_to_keep=8).logits[1], exact[1, -8:])
         assert_close(model(IDS, attention_mask=PADDED, logits_to_keep=1, return_dict=False)[0], exact[:, -1:])
-    assert len(divided) == 3
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_cache_goes_on(name, divided):
-    model = model_of(name)
-    exact = undivided(model, IDS).logits
-    with torch.no_grad():
+        assert len(divided) == 3
         cache = model(IDS[:, :11]).past_key_values
         output = model(IDS[:, 11:28], past_key_values=cache)
-        assert_close(output.logits, exact[:, 11:28])
-        assert_close(model(IDS[:, 28:], past_key_values=output.past_key_values).logits, exact[:, 28:])
-    assert len(divided) == 2
+        assert_close(output.logits[1], exact[1, 11:28])
+        assert_close(model(IDS[:, 28:], past_key_values=output.past_key_values).logits[1], exact[1, 28:])
+    assert len(divided) == 5
 
 
 def test_a_base_model_gives_its_hidden_states(divided):
     model = model_of(auto_class="AutoModel")
-    exact = undivided(model, IDS).last_hidden_state
+    exact = model(IDS).last_hidden_state
     with torch.no_grad():
         assert_close(model(IDS).last_hidden_state, exact)
     assert divided
@@ -101,7 +93,7 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_needs_all_tokens_gets_them(name, divided):
     model = model_of(name="softmax between" if name == "square mask" else "linear")
-    exact = undivided(model, IDS, **WHOLE[name])
+    exact = model(IDS, **WHOLE[name])
     with torch.no_grad():
         actual = model(IDS, **WHOLE[name])
     torch.testing.assert_close(actual.logits, exact.logits.detach())
@@ -110,7 +102,54 @@ def test_what_needs_all_tokens_gets_them(name, divided):
 
 def test_a_head_per_sequence_reads_joined_hidden_states(divided):
     model = model_of(auto_class="AutoModelForSequenceClassification")
-    exact = undivided(model, IDS, attention_mask=PADDED).logits
+    exact = model(IDS, attention_mask=PADDED).logits
     with torch.no_grad():
         assert_close(model(IDS, attention_mask=PADDED).logits, exact)
     assert len(divided) == 1  # that of its base model
+
+
+SMALL_CHUNKS = (
+    (mechanism_linear, "FEATURES_IN_CACHE"),
+    (mechanism_aft, "PART_ELEMENTS"),
+    (mechanism_window, "QUERIES_AT_ONCE"),
+)
+
+
+def most_beyond(settings, tokens: int, is_causal: bool) -> int:
+    """The bytes that torch has allocated at most during a call, less those of its output; the last keys are hidden."""
+    mechanism = mechanism_of(settings, heads=(4, 4), max_length=tokens)
+    inputs = [torch.randn(1, tokens, 4, 8).transpose(1, 2) for _ in range(3)]
+    mask = torch.arange(tokens)[None] < tokens - 5
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        output, _ = attend(mechanism, *inputs, mask, is_causal=is_causal)
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    now = most = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    assert most >= output.nbytes
+    return most - output.nbytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_causal"),
+    [
+        ({"mechanism": "linear", "feature_map": "elu1"}, False),
+        ({"mechanism": "linear", "feature_map": "exp", "num_features": 8}, True),
+        ({"mechanism": "aft", "variant": "simple"}, False),
+        ({"mechanism": "performer", "num_features": 8}, False),
+        ({"mechanism": "hybrid", "num_features": 8, "window_size": 8, "decay": "learned"}, False),
+        ({"mechanism": "window", "window_size": 8}, False),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_memory_is_that_of_a_shorter_input(settings, is_causal, monkeypatch):
+    # The C kernels need no chunks; here are small ones, so that short inputs have many.
+    monkeypatch.setattr(kernels_cpu, "library", lambda: None)
+    for module, name in SMALL_CHUNKS:
+        monkeypatch.setattr(module, name, 1 << 14)
+    short, long = (most_beyond(settings, tokens, is_causal) for tokens in (2048, 8192))
+    # What remains of the length is the mask of a byte per token, and one number per chunk.
+    assert long <= 1.2 * short, (short, long)

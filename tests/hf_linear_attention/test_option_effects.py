@@ -1,4 +1,4 @@
-"""Every option of every mechanism, set to a second value in every row of the matrix: another function, or refused."""
+"""Every option of every mechanism, set to a second value in rows of each kind: another function, or refused."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import ALIBI_ROWS, MECHANISM_ROWS, sample_inputs, stock_model, supports
+from matrix import KINDS, MECHANISM_ROWS, sample_inputs, stock_model, supports
 
 from hf_linear_attention import convert
 from hf_linear_attention.mechanisms.options import Option
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
-REPEATED = ALIBI_ROWS | {f"performer-{name}" for name in ("cosh", "relu", "sigmoid", "abs", "generalized_exp")}
+MORE = ("aft-simple", "linear-exp", "performer-geometry-favor++", "hybrid-no-sinks", "linformer-random")
+ROWS = {row: MECHANISM_ROWS[row] for row in (*KINDS, *MORE)}
 CASES = [(mechanism, name) for mechanism, attention in MECHANISMS.items() for name in attention.options]
 
 
@@ -66,8 +67,8 @@ def is_other(mine, yours) -> bool:
 def test_an_option_changes_the_function_or_is_refused(mechanism: str, name: str, function_of) -> None:
     """In one row at least it is taken."""
     option, taken = MECHANISMS[mechanism].options[name], []
-    for row, settings in MECHANISM_ROWS.items():
-        if settings["mechanism"] != mechanism or row in REPEATED:
+    for row, settings in ROWS.items():
+        if settings["mechanism"] != mechanism:
             continue
         family = "llama" if supports(row, "causal") else "bert"
         if name in BESIDE and family == "bert":  # which has no rotary positions

@@ -10,8 +10,8 @@ import peft
 import pytest
 from architectures import tiny_config
 from checkpoints import save_twin
-from matrix import FAMILY_ROWS, stock_config, stock_model
-from transformers import AutoConfig, AutoFeatureExtractor, AutoImageProcessor
+from matrix import stock_config, stock_model
+from transformers import AutoConfig, AutoFeatureExtractor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
@@ -26,56 +26,29 @@ def run_python(code: str, *arguments: str) -> str:
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def test_the_import_needs_no_torch_and_may_come_before_or_after_transformers(tmp_path):
-    """It loads nothing of transformers and no file of models, and leaves every native model type as it was."""
-    convert_config(stock_config("llama"), mechanism="linear").save_pretrained(tmp_path)
-    code = """
-import importlib, sys
-first = sys.argv[1]
-importlib.import_module(first)
-if first == "hf_linear_attention":
-    assert not {"torch", "transformers"} & set(sys.modules), "slow modules"
-from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, BertConfig, LlamaForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-
+NATIVE = """
 def native():
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     names = [name for name in CONFIG_MAPPING.keys() if not name.startswith("linear_")]
-    tiny = AutoModel.from_config(BertConfig(hidden_size=12, num_hidden_layers=1, vocab_size=9))
-    interfaces = sorted(name for name in AttentionInterface().valid_keys() if name != "linear_attention")
-    return len(names), names[:3], type(AutoConfig.for_model("llama")), type(tiny), LlamaForCausalLM.__mro__, interfaces
-
-
-before, known = native(), set(sys.modules)
-import hf_linear_attention
-new = set(sys.modules) - known
-assert all(name.startswith("hf_linear_attention") for name in new)
-assert not {"hf_linear_attention.modeling_linear_attention", "hf_linear_attention.mechanisms.base"} & new
-assert native() == before
-print(before)
-print(type(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[2]))).__name__)
-if first == "transformers":
-    # peft, which is imported after the model was made, adapts the modules that it adapts in the stock model
-    assert "peft" not in sys.modules
-    from peft.utils import constants
-    AutoConfig.from_pretrained(sys.argv[2]).to_dict()
-    targets = [table for name, table in vars(constants).items() if name.endswith("MODULES_MAPPING")]
-    known = [table for table in targets if "llama" in table]
-    assert len(known) > 20 and all(table["linear_llama"] is table["llama"] for table in known)
+    tiny = transformers.AutoModel.from_config(transformers.BertConfig(num_hidden_layers=1, vocab_size=9))
+    interfaces = sorted({*transformers.AttentionInterface().valid_keys()} - {"linear_attention"})
+    llama = type(transformers.AutoConfig.for_model("llama")), transformers.LlamaForCausalLM.__mro__
+    return len(names), names[:3], *llama, type(tiny), interfaces
 """
-    found = [run_python(code, first, str(tmp_path)).splitlines() for first in ("hf_linear_attention", "transformers")]
-    assert found[0] == found[1]
-    assert found[0][1] == "LinearLlamaForCausalLM"
+
+
+def test_the_import_needs_no_torch():
+    code = "import sys, hf_linear_attention; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    assert run_python(code) == "[]\n"
 
 
 def test_configs_load_by_model_type_alone(tmp_path):
-    for model_type in FAMILY_ROWS:
+    """Those outside the table of tested ones too; unknown ones do not."""
+    for model_type in ("llama", "bert", "vit"):
         convert_config(stock_config(model_type), mechanism="performer").save_pretrained(tmp_path / model_type)
         config = AutoConfig.from_pretrained(tmp_path / model_type)
         assert type(config).__name__ == "Linear" + type(stock_config(model_type)).__name__
-
-
-def test_model_types_outside_the_table_resolve_too_and_unknown_ones_do_not():
     assert AutoConfig.for_model("linear_gemma").stock_model_type == "gemma"
     assert "linear_no_such_model" not in LinearConfigs()
     assert "llama" not in LinearConfigs()
@@ -83,33 +56,14 @@ def test_model_types_outside_the_table_resolve_too_and_unknown_ones_do_not():
         AutoConfig.for_model("linear_no_such_model")
 
 
-@pytest.mark.parametrize(
-    ("model_type", "mapping"),
-    [
-        ("bert", TOKENIZER_MAPPING),
-        ("vit", IMAGE_PROCESSOR_MAPPING),
-        ("wav2vec2", FEATURE_EXTRACTOR_MAPPING),
-        ("whisper", PROCESSOR_MAPPING),
-    ],
-)
-def test_tokenizer_and_processors_of_the_stock_family_are_registered(model_type, mapping):
-    config = convert_config(tiny_config(model_type))
-    assert mapping[type(config)] == mapping[CONFIG_MAPPING[model_type]]
-
-
-def test_a_processor_that_a_stock_folder_finds_by_its_config_is_found(tmp_path):
-    """`preprocessor_config.json` of old checkpoints names no class: the model type decides."""
+def test_tokenizer_and_processors_of_the_stock_family_are_found(tmp_path):
+    """Also by the model type alone: `preprocessor_config.json` of old checkpoints names no class."""
+    mappings = {"bert": TOKENIZER_MAPPING, "vit": IMAGE_PROCESSOR_MAPPING, "whisper": PROCESSOR_MAPPING}
+    for model_type, mapping in (*mappings.items(), ("wav2vec2", FEATURE_EXTRACTOR_MAPPING)):
+        assert mapping[type(convert_config(tiny_config(model_type)))] == mapping[CONFIG_MAPPING[model_type]]
     convert_config(tiny_config("wav2vec2")).save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text('{"sampling_rate": 8000}')
     assert AutoFeatureExtractor.from_pretrained(tmp_path).sampling_rate == 8000
-    (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": 12, "width": 12}}')
-    tiny_config("vit").save_pretrained(tmp_path)
-    try:
-        AutoImageProcessor.from_pretrained(tmp_path)
-    except ImportError as error:  # older versions of transformers take torchvision for it
-        pytest.skip(str(error))
-    convert_config(tiny_config("vit")).save_pretrained(tmp_path)
-    assert AutoImageProcessor.from_pretrained(tmp_path).size["height"] == 12
 
 
 def test_lora_needs_no_target_modules():
@@ -154,13 +108,31 @@ hf_linear_attention.register_feature_map("softplus", SoftplusFeatureMap)
 
 
 def test_a_mechanism_and_a_feature_map_are_registered_from_outside(tmp_path):
-    """In a process of its own, because the registries are those of the process."""
+    """In a process of its own, because the registries are those of the process.
+
+    The package is imported after transformers: that loads no model, and leaves every native model type as it was.
+    """
     (tmp_path / "stranger.py").write_text("import hf_linear_attention\n" + STRANGER)
     save_twin(tmp_path / "source", "llama")
     code = """
-import sys, torch
+import sys
+import transformers.models.auto.modeling_auto
+before, known = native(), set(sys.modules)
+import hf_linear_attention
+new = set(sys.modules) - known
+assert all(name.startswith("hf_linear_attention") for name in new)
+assert not {"hf_linear_attention.modeling_linear_attention", "hf_linear_attention.mechanisms.base"} & new
+assert native() == before
+# peft, which is imported after the config was made, adapts the modules that it adapts in the stock model
+config = transformers.AutoConfig.for_model("linear_llama", linear_attention={"mechanism": "linear"})
+assert "peft" not in sys.modules
+from peft.utils import constants
+config.to_dict()
+targets = [table for name, table in vars(constants).items() if name.endswith("MODULES_MAPPING") and "llama" in table]
+assert len(targets) > 20 and all(table["linear_llama"] is table["llama"] for table in targets)
+
 sys.path.insert(0, sys.argv[1])
-import stranger
+import stranger, torch
 from transformers import AutoModelForCausalLM
 from hf_linear_attention.conversion.convert_checkpoint import main
 for words in (["toy", "--sharpness=0.5"], ["linear", "--feature_map=softplus"]):
@@ -174,21 +146,15 @@ for words in (["toy", "--sharpness=0.5"], ["linear", "--feature_map=softplus"]):
     torch.testing.assert_close(model(ids[:, 12:], past_key_values=cache).logits, whole[:, 12:])
 print("done")
 """
-    assert run_python(code, str(tmp_path)).split()[-1] == "done"
-
-
-MOVED = {
-    "cache": "LinearAttentionStateLayer",
-    "features": "FeatureMap",
-    "kernels_cpu": "kernel_backend",
-    "mechanism": "Option",
-    "prompt_state": "save_prompt_state",
-    "prompt_store": "PromptStore",
-}
+    assert run_python(NATIVE + code, str(tmp_path)).split()[-1] == "done"
 
 
 def test_a_name_that_moved_is_found_with_a_warning(monkeypatch):
-    for module, name in MOVED.items():
+    for module, name in {
+        "cache": "LinearAttentionStateLayer",
+        "mechanism": "Option",
+        "prompt_store": "PromptStore",
+    }.items():
         monkeypatch.delitem(sys.modules, f"hf_linear_attention.{module}", raising=False)
         with pytest.warns(FutureWarning, match=r"is now `hf_linear_attention\."):
             found = getattr(importlib.import_module(f"hf_linear_attention.{module}"), name)

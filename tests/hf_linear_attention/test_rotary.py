@@ -1,4 +1,4 @@
-"""Rotary positions in `hybrid`, `window` and `linear`: what the feature map sees, and how far away a sink may be."""
+"""Rotary positions in mechanisms: what the feature map sees, and how far away a sink may be."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import math
 
 import pytest
 import torch
+from matrix import attend, mechanism_of, move, qkv
 
-from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.features.maps import half_squared_norm
-from hf_linear_attention.kernels import cpu as kernels_cpu
-from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs, Rotary
-from hf_linear_attention.mechanisms.registry import MECHANISMS
+from hf_linear_attention.mechanisms.base import MechanismInputs, Rotary
 
 
-HEADS, KV_HEADS, DIM, ROTATED, WINDOW, SINKS, TRAINED = 4, 2, 12, 8, 5, 2, 20
+DIM, ROTATED, WINDOW, SINKS, TRAINED, SCALING = 12, 8, 5, 2, 20, 0.3
 # Wavelengths of 6, 21, 70 and 628 tokens.
 FREQUENCIES = (1.0, 0.3, 0.09, 0.01)
 KEPT = 2
-SCALING = 0.3
 SETTINGS = [
     {"mechanism": "hybrid", "rope": "partial", "rope_frequencies": KEPT, "trained_length": TRAINED},
     {"mechanism": "hybrid", "rope": "partial", "rope_frequencies": KEPT, "decay": "learned"},
@@ -28,28 +25,13 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(params=["c", "torch"])
-def backend(request, monkeypatch):
-    if request.param == "c" and kernels_cpu.library() is None:
-        pytest.skip("the package was installed without its C kernels")
-    if request.param == "torch":
-        monkeypatch.setattr(kernels_cpu, "library", lambda: None)
-    return request.param
-
-
 def build(settings, is_interleaved=False, is_causal=True):
     common = {"window_size": WINDOW, "num_sinks": SINKS} if settings["mechanism"] in ("hybrid", "window") else {}
-    filled = LinearAttentionSettings({**common, **settings}, is_causal=is_causal, model_type="test")
-    shape = LayerShape(HEADS, KV_HEADS, DIM, 0, None, rotary=Rotary(FREQUENCIES, is_interleaved))
-    mechanism = MECHANISMS[settings["mechanism"]](filled, shape).eval()
-    mechanism.reset_parameters()
+    rotary = Rotary(FREQUENCIES, is_interleaved)
+    mechanism = mechanism_of({**common, **settings}, head_dim=DIM, rotary=rotary, is_causal=is_causal)
     if getattr(mechanism, "decay", None) is not None:
         torch.nn.init.constant_(mechanism.decay.rate, -2.0)
     return mechanism
-
-
-def sample(length: int, batch: int = 2):
-    return [torch.randn(batch, heads, length, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
 
 def rotated(x, positions, frequencies=FREQUENCIES, is_interleaved=False):
@@ -64,8 +46,7 @@ def rotated(x, positions, frequencies=FREQUENCIES, is_interleaved=False):
 
 
 def run(mechanism, query, key, value, positions, mask=None, state=None, is_causal=True):
-    given = MechanismInputs(query, key, value, mask, SCALING, is_causal, positions)
-    return mechanism(mechanism.prepare(given), state)
+    return mechanism(mechanism.prepare(MechanismInputs(query, key, value, mask, SCALING, is_causal, positions)), state)
 
 
 def oracle(mechanism, query, key, value, positions, *, is_causal=True, is_interleaved=False):
@@ -73,22 +54,22 @@ def oracle(mechanism, query, key, value, positions, *, is_causal=True, is_interl
     settings, length = mechanism.settings, query.shape[2]
     kept = {"before_map": 4, "partial": settings.get("rope_frequencies"), "none": 0}[settings.get("rope", "none")]
     seen = FREQUENCIES[:kept] + (0.0,) * (4 - kept)
-    groups = HEADS // KV_HEADS
+    groups = query.shape[1] // key.shape[1]
     full, part = (
         [rotated(x, positions, frequencies, is_interleaved) for x in (query, key)]
         for frequencies in (FREQUENCIES, seen)
     )
     exact = SCALING * full[0] @ full[1].repeat_interleave(groups, dim=1).transpose(-1, -2)
     if settings["trained_length"]:
-        near = rotated(query, positions.clamp(max=TRAINED - 1), FREQUENCIES, is_interleaved)
-        sinks = rotated(key, positions.clamp(max=TRAINED - 1), FREQUENCIES, is_interleaved)[:, :, :SINKS]
-        exact[..., :SINKS] = SCALING * near @ sinks.repeat_interleave(groups, dim=1).transpose(-1, -2)
+        clamped = positions.clamp(max=TRAINED - 1)
+        near, moved = (rotated(x, clamped, FREQUENCIES, is_interleaved) for x in (query, key))
+        moved = moved.repeat_interleave(groups, dim=1)
+        exact[..., :SINKS] = SCALING * near @ moved[:, :, :SINKS].transpose(-1, -2)
+        if not is_causal:
+            exact[:, :, :SINKS] = SCALING * full[0][:, :, :SINKS] @ moved.transpose(-1, -2)
     place = torch.arange(length)
     distance = (place[:, None] - place).abs()
     is_near = (distance < WINDOW) | (place < SINKS)
-    if not is_causal and settings["trained_length"]:
-        moved = rotated(key, positions.clamp(max=TRAINED - 1), FREQUENCIES, is_interleaved)
-        exact[:, :, :SINKS] = SCALING * full[0][:, :, :SINKS] @ moved.repeat_interleave(groups, 1).transpose(-1, -2)
     if not is_causal:
         is_near = is_near | (place < SINKS)[:, None]
     if settings["mechanism"] == "window":
@@ -109,7 +90,7 @@ def oracle(mechanism, query, key, value, positions, *, is_causal=True, is_interl
         mechanism.float()
     logits = torch.where(is_near, exact, far)
     logits = logits.masked_fill(distance.new_ones(length, length).triu(1).bool(), -torch.inf) if is_causal else logits
-    return logits.softmax(dim=-1) @ value.double().repeat_interleave(groups, dim=1)
+    return (logits.softmax(dim=-1) @ value.double().repeat_interleave(groups, dim=1)).transpose(1, 2)
 
 
 # Sums of 40 terms of the size of 1 in float32, whose angles of up to 100 are rounded at 4e-6.
@@ -120,12 +101,11 @@ TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_many_tokens_and_every_split_are_the_oracle(backend, settings, is_interleaved):
-    mechanism = build(settings, is_interleaved)
-    query, key, value = sample(40)
+    mechanism, (query, key, value) = build(settings, is_interleaved), qkv(40, dim=DIM)
     positions = torch.stack((torch.arange(40), torch.arange(40) + 3)).int()
-    expected = oracle(mechanism, query, key, value, positions, is_interleaved=is_interleaved).transpose(1, 2)
+    expected = oracle(mechanism, query, key, value, positions, is_interleaved=is_interleaved)
     queries, keys = (rotated(x, positions, is_interleaved=is_interleaved).float() for x in (query, key))
-    for sizes in ([40], [1] * 40, [3, 1, 1, 20, 1, 14], [25, 15]):
+    for sizes in ([40], [1] * 40, [3, 1, 1, 20, 1, 14]):
         state, outputs = None, []
         for q, k, v, p in zip(*(x.split(sizes, dim=2) for x in (queries, keys, value)), positions.split(sizes, dim=1)):
             output, state = run(mechanism, q, k, v, p, state=state)
@@ -134,16 +114,13 @@ def test_many_tokens_and_every_split_are_the_oracle(backend, settings, is_interl
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", [row for row in SETTINGS if "decay" not in row], ids=str)
 def test_the_bidirectional_form_is_the_oracle(backend, settings):
-    if settings.get("decay"):
-        settings = {**settings, "decay": "none"}
-    mechanism = build(settings, is_causal=False)
-    query, key, value = sample(40)
+    mechanism, (query, key, value) = build(settings, is_causal=False), qkv(40, dim=DIM)
     positions = torch.arange(40).int().expand(2, -1)
-    expected = oracle(mechanism, query, key, value, positions, is_causal=False).transpose(1, 2)
     queries, keys = (rotated(x, positions).float() for x in (query, key))
     output, _ = run(mechanism, queries, keys, value, positions, is_causal=False)
+    expected = oracle(mechanism, query, key, value, positions, is_causal=False)
     torch.testing.assert_close(output.double(), expected, **TOLERANCE)
 
 
@@ -151,41 +128,46 @@ def test_the_bidirectional_form_is_the_oracle(backend, settings):
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_padding_moves_nothing(backend, settings):
     """Left, right and in between; `position_ids` count the real tokens, as `generate` gives them."""
-    mechanism = build(settings)
+    mechanism, (query, key, value) = build(settings), qkv(40, dim=DIM, batch=3)
     mask = torch.ones(3, 40, dtype=torch.bool)
     mask[0, :9], mask[1, 33:], mask[2, 10:17] = False, False, False
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0).int()
-    query, key, value = sample(40, batch=3)
     queries, keys = (rotated(x, positions).float() for x in (query, key))
     state, outputs = None, []
     for part in (slice(0, 14), slice(14, 36), slice(36, 40)):
         inputs = [x[:, :, part] for x in (queries, keys, value)]
-        output, state = run(mechanism, *inputs, positions[:, part], mask=mask[:, part], state=state)
+        output, state = run(mechanism, *inputs, positions[:, part], mask[:, part], state)
         outputs.append(output)
-    whole, _ = run(mechanism, queries, keys, value, positions, mask=mask)
+    whole, _ = run(mechanism, queries, keys, value, positions, mask)
     torch.testing.assert_close(torch.cat(outputs, dim=1)[mask], whole[mask], **TOLERANCE)
     for row in range(3):
         real = [x[row : row + 1, :, mask[row]] for x in (query, key, value)]
-        expected = oracle(mechanism, *real, positions[row : row + 1, mask[row]]).transpose(1, 2)
+        expected = oracle(mechanism, *real, positions[row : row + 1, mask[row]])
         torch.testing.assert_close(whole[row : row + 1, mask[row]].double(), expected, **TOLERANCE)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("rope", ["partial", "none"])
 @pytest.mark.parametrize("is_interleaved", [False, True])
-def test_linear_attention_sees_the_kept_frequencies(rope, is_interleaved):
-    """A feature map of what was never rotated, or rotated in the kept frequencies only."""
-    frequencies = {"rope_frequencies": KEPT} if rope == "partial" else {}
-    mechanism = build({"mechanism": "linear", "rope": rope, **frequencies}, is_interleaved)
-    plain = build({"mechanism": "linear"})
-    plain.load_state_dict(mechanism.state_dict())
-    query, key, value = sample(40)
+@pytest.mark.parametrize("mechanism", ["linear", "performer"])
+def test_feature_maps_see_the_kept_frequencies(mechanism, rope, is_interleaved):
+    """A map of what was never rotated, or rotated in the kept frequencies only; a learned geometry maps that too."""
+    settings = {"mechanism": mechanism, "decay": "learned"}
+    settings |= {"geometry": "learned"} if mechanism == "performer" else {}
+    kept = KEPT if rope == "partial" else None
+    moved = move(build({**settings, "rope": rope, "rope_frequencies": kept}, is_interleaved))
+    plain = build(settings)
+    plain.load_state_dict(moved.state_dict())
+    query, key, value = qkv(40, dim=DIM)
     positions = (torch.arange(40) + 7).int().expand(2, -1)
-    seen = FREQUENCIES[:KEPT] if rope == "partial" else ()
-    expected_inputs = [
-        rotated(x, positions, seen + (0.0,) * (4 - len(seen)), is_interleaved).float() for x in (query, key)
-    ]
-    expected, _ = run(plain, *expected_inputs, value, None)
+    seen = FREQUENCIES[: kept or 0] + (0.0,) * (4 - (kept or 0))
+    expected, _ = attend(
+        plain, *(rotated(x, positions, seen, is_interleaved).float() for x in (query, key)), value, scaling=SCALING
+    )
     queries, keys = (rotated(x, positions, is_interleaved=is_interleaved).float() for x in (query, key))
-    output, _ = run(mechanism, queries, keys, value, positions)
-    torch.testing.assert_close(output, expected, **TOLERANCE)
+    state, outputs = None, []
+    for part in (slice(0, 23), slice(23, 24), slice(24, 40)):
+        given = (x[:, :, part] for x in (queries, keys, value))
+        output, state = run(moved, *given, positions[:, part], state=state)
+        outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs, dim=1), expected, **TOLERANCE)

@@ -29,7 +29,6 @@ from operators import OPERATORS
 from poison import poisoned_allocations
 
 from hf_linear_attention.kernels import cpu as kernels_cpu
-from hf_linear_attention.kernels import delta as kernels_delta
 from hf_linear_attention.kernels import hybrid as kernels_hybrid
 from hf_linear_attention.kernels.cpu import KernelBackend, takes_attention
 from hf_linear_attention.kernels.hybrid import step_parts
@@ -70,14 +69,6 @@ def map_attention(t, options, constants):
     return comparable(constants, options["function"], *results)
 
 
-def operator(t, options, constants):
-    if "is_exact" in constants:
-        return map_attention(t, options, constants)
-    how = options["function"], options["is_causal"]
-    output, denominator, scale, state = OPERATORS.attention(*(t.get(name) for name in ATTENTION), *how)
-    return comparable(constants, how[0], output, denominator, scale, state)
-
-
 def features(t, options, constants):
     given = {name: t.get(name) for name in ("key_mask", "state", "log_decay")}
     log_features = options["function"] == EXP
@@ -91,14 +82,6 @@ def step(t, options, constants):
     how = {"log_features": options["function"] == EXP, "log_decay": t.get("log_decay"), "is_causal": True}
     with torch.set_grad_enabled("is_exact" in constants):
         output, state = kernels.kernel_attention(t["query"], t["key"], t["value"], state=t["state"], **how)
-    return [output, *comparable(constants, options["function"], None, None, None, state)]
-
-
-def step_operator(t, options, constants):
-    if "is_exact" in constants:
-        return step(t, options, constants)
-    given = (t.get(name) for name in ("query", "key", "value", "state", "log_decay"))
-    output, state = OPERATORS.attention_step(*given, options["function"] == EXP)
     return [output, *comparable(constants, options["function"], None, None, None, state)]
 
 
@@ -133,13 +116,6 @@ def seen_part(output, size, largest):
     return [output, size.masked_fill(~is_seen, 0.0), largest.detach().masked_fill(~is_seen, 0.0)]
 
 
-def window_operator(t, options, constants):
-    if "is_exact" in constants:
-        return window(t, options, constants)
-    output, size, largest = OPERATORS.window_attention(*(t.get(name) for name in WINDOW), options["scaling"])
-    return seen_part(output.transpose(1, 2).unflatten(1, size.shape[1:3]), size, largest)
-
-
 def joint(t, options, constants):
     """The operator, or in float64 what it stands for."""
     how = (options[name] for name in ("function", "window", "scaling", "pairs", "pairs"))
@@ -152,13 +128,6 @@ def joint(t, options, constants):
 
 def slots(t, options, constants):
     return [slot_attention(t["query"], t["key"], t["value"], t.get("visible"), options["scaling"])]
-
-
-def slots_operator(t, options, constants):
-    if "is_exact" in constants:
-        return slots(t, options, constants)
-    output = OPERATORS.slot_attention(t["query"], t["key"], t["value"], t.get("visible"), options["scaling"])
-    return [output.transpose(1, 2)]
 
 
 def hybrid(t, options, constants):
@@ -232,32 +201,19 @@ def delta(t, options, constants):
     return list(kernels_delta_torch.gated_delta(*given, **how))
 
 
-def delta_operator(t, options, constants):
-    if "is_exact" in constants:
-        return delta(t, options, constants)
-    given, mask = [t.get(name) for name in ("query", "key", "value", "log_decay", "beta", "state")], t.get("key_mask")
-    kernels_delta.check_delta(*given)
-    kernels_delta.check_mask(mask, *given[1::-1])
-    if mask is not None:
-        given[:5] = kernels_delta_torch.masked(*given[:5], mask)
-    output, state = OPERATORS.gated_delta(*given, options["erases"])
-    return [output.transpose(1, 2), state]
-
-
 def elu(t, options, constants):
     if "is_exact" in constants:
         return [torch.where(t["x"] > 0, t["x"] + 1, t["x"].clamp(max=0).exp())]
     return [OPERATORS.elu_plus_one(t["x"])]
 
 
-ENTRIES = {"map": map_attention, "operator": operator, "features": features, "step": step}
-ENTRIES |= {"step_operator": step_operator, "window": window, "window_operator": window_operator, "slots": slots}
-ENTRIES |= {"slots_operator": slots_operator, "hybrid": hybrid, "elu": elu}
-ENTRIES |= {"delta": delta, "delta_by_feature": delta, "delta_operator": delta_operator, "delta_step": delta}
-ENTRIES |= {"delta_step_by_feature": delta, "joint": joint}
-HAVE_GRADIENTS = ("map", "operator", "features", "window", "window_operator", "joint")
-HAVE_GRADIENTS += ("delta", "delta_by_feature", "delta_operator")
-ONLY_IN_C = ("step_operator", "slots_operator", "hybrid", "joint", "elu")
+ENTRIES = {
+    **{"attention": map_attention, "features": features, "step": step, "window": window, "joint": joint},
+    **{"slots": slots, "hybrid": hybrid, "elu": elu, "delta": delta, "delta_by_feature": delta},
+    **{"delta_step": delta, "delta_step_by_feature": delta},
+}
+HAVE_GRADIENTS = ("attention", "features", "window", "joint", "delta", "delta_by_feature")
+ONLY_IN_C = ("hybrid", "joint", "elu")
 
 
 class Fuzzer:

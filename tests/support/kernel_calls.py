@@ -182,7 +182,7 @@ class Maker:
     def normal(self, shape) -> torch.Tensor:
         return torch.randn(tuple(shape), generator=self.generator)
 
-    def sizes(self, entry: str, is_causal: bool) -> dict[str, int]:
+    def sizes(self, kind: str, is_causal: bool) -> dict[str, int]:
         """A length for every letter of SPECIFICATIONS."""
         kv_heads, thin = self.pick((1, 2, 2, 3)), self.chance(0.05)
         sizes = {"B": self.pick((1, 2, 2, 3)), "K": kv_heads, "H": kv_heads * self.pick((1, 1, 2, 3, 4))}
@@ -201,12 +201,9 @@ class Maker:
 
     def call(self) -> Call:
         """The next one; of three, one does not fit."""
-        entry = self.random.choices(
-            ("map", "operator", "features", "step", "step_operator", "window", "window_operator", "slots",
-             "slots_operator", "hybrid", "elu", "delta", "delta_by_feature", "delta_operator", "delta_step",
-             "delta_step_by_feature", "joint"), (5, 4, 3, 2, 1, 3, 2, 3, 1, 3, 1, 3, 3, 2, 1, 1, 5)
-        )[0]  # fmt: skip
-        kind = {"map": "attention", "operator": "attention"}.get(entry, entry.removesuffix("_operator"))
+        weights = {"attention": 9, "features": 3, "step": 3, "window": 5, "slots": 4, "hybrid": 3, "elu": 1, "delta": 5}
+        weights |= {"delta_by_feature": 3, "delta_step": 1, "delta_step_by_feature": 1, "joint": 5}
+        kind = self.random.choices(list(weights), weights.values())[0]
         is_causal = kind in ("step", "hybrid", "joint") or kind.startswith("delta") or self.chance(0.6)
         options: dict[str, Any] = {"function": self.pick((EXP, PLAIN, HEDGEHOG, ELU_PLUS_ONE)), "is_causal": is_causal}
         if kind in ("features", "step"):
@@ -238,7 +235,7 @@ class Maker:
             self.hide(tensors, kind)
         wanted = [name for name, x in tensors.items() if x is not None and x.is_floating_point() and self.chance(0.7)]
         wanted = [name for name in wanted if not name.endswith("_turn")]  # constants
-        return Call(entry, tensors, clean, options, wanted, misfit, expanded)
+        return Call(kind, tensors, clean, options, wanted, misfit, expanded)
 
     def arrange_joint(self, names: list[str], sizes: dict[str, int], options: dict[str, Any]) -> None:
         """A window, the keys before the first query, and which pairs of columns are turned."""

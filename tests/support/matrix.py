@@ -7,9 +7,11 @@ import contextlib
 import torch
 import transformers
 
+from hf_linear_attention.attention.cache import state_layer
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.mechanisms.base import LayerShape, MechanismInputs
 from hf_linear_attention.mechanisms.registry import MECHANISMS
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
 # One row a mechanism and feature map: the settings, for head_dim 8.
@@ -114,6 +116,15 @@ MECHANISM_ROWS = {
 }
 
 
+# One row of each kind of state and of features, for what takes long.
+KINDS = (
+    *("aft-local", "aft-full-factorised", "linear-elu1", "linear-taylor", "linear-decay", "linear-gated", "performer"),
+    *("performer-cosh", "performer-trig", "hybrid", "hybrid-decay", "gated_delta-channel", "window"),
+    *("linformer-headwise", "linformer-stretched", "linformer_linear-exp", "latent", "nystrom-conv"),
+)
+# The scaling of queries with head_dim 8.
+SCALING = 8**-0.5
+
 # Rows that serve a model with ALiBi, which none of transformers' encoders has.
 ALIBI_ROWS = {"linear-alibi", "performer-alibi", "hybrid-alibi", "hybrid-alibi-decay", "window-alibi"}
 
@@ -130,6 +141,11 @@ def rows(**capabilities: bool) -> list[str]:
         for name in MECHANISM_ROWS
         if all(supports(name, capability) == value for capability, value in capabilities.items())
     ]
+
+
+def forms(row: str) -> list[bool]:
+    """`is_causal` of the forms that a row has, the causal one first."""
+    return [is_causal for is_causal, name in ((True, "causal"), (False, "bidirectional")) if supports(row, name)]
 
 
 def supports(row: str, capability: str) -> bool:
@@ -169,9 +185,52 @@ def hidden_states_of(key):
     return key.transpose(1, 2).flatten(2)
 
 
-def call_mechanism(mechanism, query, key, value, *, state=None, **inputs):
+def mechanism_of(settings, *, heads=(4, 2), head_dim=8, layer=0, max_length=None, rotary=None, is_causal=None):
+    """A mechanism of these settings at its start; `is_causal` checks that it has this form."""
+    filled = LinearAttentionSettings(settings, max_length=max_length, is_causal=is_causal, model_type="test")
+    shape = LayerShape(*heads, head_dim, layer, max_length, rotary=rotary, hidden_size=heads[1] * head_dim)
+    mechanism = MECHANISMS[filled["mechanism"]](filled, shape).eval()
+    mechanism.reset_parameters()
+    return mechanism
+
+
+def move(mechanism, scale: float = 0.3):
+    """Move every parameter away from where it starts."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in mechanism.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+    return mechanism
+
+
+def qkv(length: int, *, heads=(4, 2), dim=8, batch=2, std=1.0, dtype=torch.float32, seed=0) -> list[torch.Tensor]:
+    """Queries, keys and values `[batch, heads, length, dim]`, queries and keys with standard deviation `std`."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((batch, number, length, dim) for number in (heads[0], heads[1], heads[1]))
+    inputs = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+    return [(x * scale).to(dtype) for x, scale in zip(inputs, (std, std, 1.0))]
+
+
+def attend(mechanism, query, key, value, mask=None, state=None, *, scaling=SCALING, is_causal=True, **inputs):
     """Output and state of a mechanism, from inputs that are given one by one, by the names in `MechanismInputs`."""
-    return mechanism(MechanismInputs(query, key, value, **inputs), state)
+    return mechanism(MechanismInputs(query, key, value, mask, scaling, is_causal, **inputs), state)
+
+
+def padding(length: int, kind: str = "left") -> torch.Tensor | None:
+    """A mask of two rows, the first of which has padding on the left, on the right, in the interior, or none."""
+    mask = torch.ones(2, length, dtype=torch.bool)
+    places = {"left": (0, length // 3), "right": (length - length // 3, length), "interior": (length // 4, length // 2)}
+    if kind == "none":
+        return None
+    mask[0, slice(*places[kind])] = False
+    return mask
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference by the norm of what is expected, infinite where a number is not finite."""
+    if not torch.isfinite(actual).all():
+        return float("inf")
+    return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-6)).item()
 
 
 def add_gates(mechanism, args):
@@ -270,3 +329,12 @@ def sample_inputs(family: str, batch: int = 2, length: int = 13) -> dict[str, to
     if family == "vit":
         return {"pixel_values": torch.randn(batch, 3, 12, 12, generator=generator)}
     return {"input_ids": torch.randint(3, 64, (batch, length), generator=generator)}
+
+
+def recording_cache(model):
+    """A cache of the states of every converted layer, which can go back to what it held before its last tokens."""
+    cache = transformers.DynamicCache(config=model.config)
+    for module in linear_attention_modules(model).values():
+        state_layer(cache, module.layer_idx)
+    cache.activate_past_recording()
+    return cache

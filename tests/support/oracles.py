@@ -10,7 +10,7 @@ from functools import partial
 
 import reference
 import torch
-from matrix import hidden_states_of
+from matrix import MECHANISM_ROWS, SCALING, hidden_states_of
 
 
 def linear(mechanism, query, key, value, mask, is_causal, scaling):
@@ -167,83 +167,73 @@ def hybrid(mechanism, query, key, value, mask, is_causal, scaling):
 
 
 def joint(mechanism, query, key, value, mask, is_causal, scaling):
-    """Row by row without its padding, whose queries get 0."""
     features = FEATURES[mechanism.settings["feature_map"]](mechanism.feature_map, query, key, scaling)
     options = {"log_decay": log_decay(mechanism), "alibi": log_decay(mechanism, "alibi"), "is_causal": is_causal}
     options["trained_length"] = mechanism.trained_length
     mix = {name: parameter.double() for name, parameter in mechanism.mix.named_parameters()}
     if "window_weight" in mix:
         options["window_factor"] = mix["window_weight"].sigmoid()
-    output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=torch.float64)
-    rows = []
-    for row in range(query.shape[0]):
-        real = torch.arange(query.shape[2]) if mask is None else mask[row].nonzero().squeeze(1)
-        parts = [x[row : row + 1].index_select(2, real) for x in (query, key, value, *features)]
+
+    def compute(*parts):
         if "far_log_scale" in mix:
             norm = parts[0].double().square().sum(-1, keepdim=True) * scaling / 2
             scale, weight = (mix[name][:, None, None] for name in ("far_log_scale", "query_norm_weight"))
             options["far_log_scale"] = scale - weight * norm
-        result = reference.hybrid(*parts, scaling, mechanism.window_size, mechanism.num_sinks, **options)
-        rows.append(output[row : row + 1].index_copy(2, real, result))
-    return torch.cat(rows)
+        return reference.hybrid(*parts, scaling, mechanism.window_size, mechanism.num_sinks, **options)
+
+    return without_padding(compute, mask, query, key, value, *features)
 
 
 def window(mechanism, query, key, value, mask, is_causal, scaling):
-    """Softmax with what lies outside the window hidden, row by row without its padding."""
-    heads = query.shape[1]
-    output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=torch.float64)
+    """Softmax with what lies outside the window hidden."""
     alibi = log_decay(mechanism, "alibi")
-    rows = []
-    for row in range(query.shape[0]):
-        real = torch.arange(query.shape[2]) if mask is None else mask[row].nonzero().squeeze(1)
-        q, k, v = (x[row : row + 1].index_select(2, real) for x in (query, key, value))
-        place = torch.arange(len(real))
+
+    def compute(q, k, v):
+        place, heads = torch.arange(q.shape[2]), q.shape[1]
         distance, is_sink = (place[:, None] - place).abs(), place < mechanism.num_sinks
         logits = scaling * q.double() @ reference.repeat_heads(k.double(), heads).transpose(-1, -2)
         logits = logits if alibi is None else logits + distance * alibi[:, None, None]
         seen = (distance < mechanism.window_size) | is_sink
         seen = seen & (place <= place[:, None]) if is_causal else seen | is_sink[:, None]
         weights = logits.masked_fill(~seen, -math.inf).softmax(dim=-1)
-        result = weights @ reference.repeat_heads(v.double(), heads)
-        rows.append(output[row : row + 1].index_copy(2, real, result))
-    return torch.cat(rows)
+        return weights @ reference.repeat_heads(v.double(), heads)
+
+    return without_padding(compute, mask, query, key, value)
 
 
 def nystrom(mechanism, query, key, value, mask, is_causal, scaling):
     """Row by row: the landmarks of its real tokens, read by all of its queries."""
     conv = None if mechanism.conv_weight is None else mechanism.conv_weight.flatten(1)
-    return without_padding(
-        lambda q, k, v: reference.nystrom(q, k, v, mechanism.num_landmarks, 6, scaling, conv),
-        *(query, key, value, mask),
-    )
+    how = (mechanism.num_landmarks, 6, scaling, conv)
+    return without_padding(lambda *parts: reference.nystrom(*parts, *how), mask, query, key, value)
 
 
 def latent(mechanism, query, key, value, mask, is_causal, scaling):
     return reference.latent(query, key, value, mechanism.latents, scaling, mask)
 
 
-def without_padding(compute, query, key, value, mask):
-    """`compute(query, key, value)` of each row's real tokens; queries at padding get 0."""
+def without_padding(compute, mask, query, key, value, *others):
+    """`compute(query, key, value, ...)` of each row's real tokens alone; queries at padding get 0.
+
+    Every tensor has its tokens in its third axis.
+    """
     output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=torch.float64)
     rows = []
     for row in range(query.shape[0]):
         real = torch.arange(query.shape[2]) if mask is None else mask[row].nonzero().squeeze(1)
-        parts = [x[row : row + 1].index_select(2, real) for x in (query, key, value)]
+        parts = [x[row : row + 1].index_select(2, real) for x in (query, key, value, *others)]
         rows.append(output[row : row + 1].index_copy(2, real, compute(*parts)))
     return torch.cat(rows)
 
 
 def aft(mechanism, query, key, value, mask, is_causal, scaling):
-    """Row by row without its padding, whose queries get 0."""
-    rows = []
-    for row in range(query.shape[0]):
-        real = torch.arange(query.shape[2]) if mask is None else mask[row].nonzero().squeeze(1)
-        parts = [x[row : row + 1].index_select(2, real) for x in (query, key, value)]
-        bias = aft_bias(mechanism, len(real))
+    def compute(*parts):
+        bias = aft_bias(mechanism, parts[0].shape[2])
         if is_causal:
             bias = bias.masked_fill(~torch.ones(bias.shape[1:], dtype=torch.bool).tril(), -math.inf)
-        rows.append(torch.zeros_like(query[:1]).index_copy(2, real, reference.aft(*parts, bias)))
-    return torch.cat(rows)
+        return reference.aft(*parts, bias)
+
+    return without_padding(compute, mask, query, key, value)
 
 
 def aft_bias(mechanism, length: int):
@@ -264,7 +254,7 @@ def aft_bias(mechanism, length: int):
 
 
 def gated_delta(mechanism, query, key, value, mask, is_causal, scaling):
-    """Row by row without its padding; the gates are those of `matrix.add_gates`."""
+    """The gates are those of `matrix.add_gates`."""
     p = {name: parameter.double() for name, parameter in mechanism.named_parameters()}
     hidden = hidden_states_of(key).double() / math.sqrt(mechanism.shape.hidden_size)
     beta = (hidden @ p["rule.beta.projection"].T + p["rule.beta.bias"]).sigmoid().transpose(1, 2)
@@ -282,20 +272,14 @@ def gated_delta(mechanism, query, key, value, mask, is_causal, scaling):
         x = x * x.sigmoid()
         return x / (x.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt()
 
-    output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=torch.float64)
-    rows = []
-    for row in range(query.shape[0]):
-        real = torch.arange(query.shape[2]) if mask is None else mask[row].nonzero().squeeze(1)
-        parts = [x[row : row + 1].index_select(2, real).double() for x in (query, key, value, alpha, beta)]
-        for place in range(3 if getattr(mechanism, "conv_size", 0) else 0):
-            parts[place] = convolved(parts[place], p[f"convolutions.{place}.weight"])
-        q, k = features(parts[0], "query"), features(parts[1], "key")
-        v, kept, write = parts[2:]
-        result = (
-            reference.gated_delta(q, k, v, kept.log(), write, erases=mechanism.rule.erases)[0] * p["rule.output_scale"]
-        )
-        rows.append(output[row : row + 1].index_copy(2, real, result))
-    return torch.cat(rows)
+    def compute(*parts):
+        q, k, v, kept, write = (x.double() for x in parts)
+        if getattr(mechanism, "conv_size", 0):
+            q, k, v = (convolved(x, p[f"convolutions.{place}.weight"]) for place, x in enumerate((q, k, v)))
+        given = features(q, "query"), features(k, "key"), v, kept.log(), write
+        return reference.gated_delta(*given, erases=mechanism.rule.erases)[0] * p["rule.output_scale"]
+
+    return without_padding(compute, mask, query, key, value, alpha, beta)
 
 
 def convolved(x, weight):
@@ -342,3 +326,10 @@ ORACLES = {
     "nystrom": nystrom,
     "window": window,
 }
+
+
+def exact(row: str, mechanism, query, key, value, mask=None, is_causal=True):
+    """What a row of the matrix must compute, in float64, `[B, N, H, D]`."""
+    inputs = (x.double() for x in (query, key, value))
+    oracle = ORACLES[MECHANISM_ROWS[row]["mechanism"]]
+    return oracle(mechanism, *inputs, mask, is_causal, SCALING).transpose(1, 2)
