@@ -34,7 +34,7 @@ from hf_linear_attention.training.data.batches import token_weights
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import load_processor
 from hf_linear_attention.training.data.splits import load_data
-from hf_linear_attention.training.evaluation.evaluator import error_rates, text_match
+from hf_linear_attention.training.evaluation.scores import ErrorRates, TextMatch, scored
 from hf_linear_attention.training.models import auto_class_of
 from hf_linear_attention.training.recipe_parser import parse_options
 from hf_linear_attention.training.tasks import TASKS
@@ -255,7 +255,7 @@ def test_the_best_answer_of_all_parts_is_scored(twin: Twin) -> None:
         spans.append((number, [float(has_answer), *map(float, place), 0.5]))
     texts, references = found.texts(spans)
     assert references == [row["answers"]["text"] or [""] for row in rows]
-    figures = text_match(texts, references)
+    figures = scored(TextMatch, texts, references)
     assert figures == {"exact_match": 1.0, "f1": 1.0, "texts": 9}
 
 
@@ -312,7 +312,7 @@ def test_figures_of_ctc_are_those_of_the_model_alone(twin: Twin, finetune: Any) 
         with torch.no_grad():
             ids = model(**inputs_of(found[number])).logits[0].argmax(-1)
         texts.append(processor.tokenizer.decode(ids))
-    expected = error_rates(texts, [row["text"] for row in rows_of(folder / "valid.jsonl")])
+    expected = scored(ErrorRates, texts, [row["text"] for row in rows_of(folder / "valid.jsonl")])
     assert {name: figures[f"eval_{name}"] for name in expected} == expected
     assert len(set(texts)) > 1
 
@@ -334,9 +334,9 @@ def test_generated_texts_are_compared(
     mine, yours = texts
     rows = rows_of(twin(task) / "valid.jsonl")
     if task == "speech_seq2seq":
-        expected = error_rates(mine, [row["text"] for row in rows])
+        expected = scored(ErrorRates, mine, [row["text"] for row in rows])
     else:
-        expected = text_match(mine, [[row["target"]] for row in rows], ignores_case=False)
+        expected = scored(TextMatch, mine, [[row["target"]] for row in rows], ignores_case=False)
     assert {name: figures[f"eval_{name}"] for name in expected} == expected
     assert figures["eval_same_text"] == sum(a == b for a, b in zip(mine, yours, strict=True)) / len(mine)
 

@@ -38,7 +38,8 @@ from hf_linear_attention.training.data.processors import Processor, load_config,
 from hf_linear_attention.training.data.rows import bad_texts, load_rows, refuse_bad, require_column
 from hf_linear_attention.training.data.sentence_files import DOCUMENT_PROMPTS, QUERY_PROMPTS, Pooling
 from hf_linear_attention.training.data.texts import tokenize_texts
-from hf_linear_attention.training.evaluation.evaluator import each_once, spearman
+from hf_linear_attention.training.evaluation.evaluator import each_once
+from hf_linear_attention.training.evaluation.scores import Spearman, scored
 from hf_linear_attention.training.losses.outputs import cosines_at, hidden_states_of, pooled, run_model
 from hf_linear_attention.training.losses.teacher import Teacher, TeacherWindows
 from hf_linear_attention.training.recipe import DataArguments, Recipe, parse_dims
@@ -298,7 +299,7 @@ def pair_similarity(embeddings: Tensor, scores: Sequence[float]) -> dict[str, fl
         embeddings: [texts, D]; rows 2 i and 2 i + 1 are a pair.
         scores: one score per pair.
     """
-    return spearman(F.cosine_similarity(embeddings[0::2], embeddings[1::2], dim=-1).tolist(), scores)
+    return scored(Spearman, F.cosine_similarity(embeddings[0::2], embeddings[1::2], dim=-1).tolist(), scores)
 
 
 def compare_pairs(mine: Tensor, yours: Tensor, scores: Sequence[float]) -> dict[str, float]:

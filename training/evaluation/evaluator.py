@@ -1,18 +1,11 @@
 """Evaluation of a model with logits on a data set, the same on any number of processes, and the best evaluation.
 
-scikit-learn, scipy, seqeval and jiwer compute scores; this file computes what they lack: means, and the F1 score of the
-words of texts as in SQuAD's evaluation. What needs a library that is missing is left out (`tasks.py`).
-
 With `--predict_with_generate`, models also generate texts for the inputs.
 """
 
 from __future__ import annotations
 
-import math
-import re
-import string
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,114 +19,21 @@ from hf_linear_attention._common.logs import progress
 from hf_linear_attention.training.checkpoints import TrainingState
 from hf_linear_attention.training.data.batches import Batch, aligned_labels
 from hf_linear_attention.training.data.packing import IGNORED, FirstExamples
+from hf_linear_attention.training.evaluation.scores import (
+    GREATER_IS_BETTER,
+    Classification,
+    ErrorRates,
+    Score,
+    Tagging,
+    TextMatch,
+    TokenLoss,
+    equal_share,
+    scored,
+)
 from hf_linear_attention.training.losses.outputs import logits_of, run_model, scored_logits
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.recipe import Recipe
-from hf_linear_attention.training.tasks import RETRIEVAL, TASKS, can_score
-
-
-GREATER_IS_BETTER = {
-    **dict.fromkeys(("nats_per_token", "perplexity", "wer", "cer"), False),
-    **dict.fromkeys(("accuracy", "f1", "exact_match", "same_text", "spearman", "cosine", "cosine_min"), True),
-    **dict.fromkeys(RETRIEVAL, True),
-}
-
-
-def token_loss(nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
-    """Nats per token and perplexity, given the summed nats and the number of scored tokens of every text."""
-    count = sum(tokens)
-    mean = math.fsum(nats) / max(count, 1)
-    return {"nats_per_token": mean, "perplexity": math.exp(min(mean, 700.0)), "tokens": count}
-
-
-def classification(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
-    """Accuracy and F1 score of class indices.
-
-    F1 is that of class 1 if there are two classes, otherwise the mean over the classes that occur.
-    """
-    found: dict[str, float] = {"accuracy": equal_share(predictions, references), "samples": len(references)}
-    if can_score("sklearn"):
-        from sklearn.metrics import f1_score
-
-        average = "binary" if {*predictions, *references} <= {0, 1} else "macro"
-        found["f1"] = float(f1_score(references, predictions, average=average, zero_division=0))
-    return found
-
-
-def equal_share(predictions: Sequence[Any], references: Sequence[Any]) -> float:
-    """The share of predictions that equal their references."""
-    return sum(a == b for a, b in zip(predictions, references, strict=True)) / max(len(references), 1)
-
-
-def tagging(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Accuracy of the tags of words, and F1 score of the spans that they mark, given the tags of every text.
-
-    With tags such as B-PER and I-PER, a span counts only if its type, beginning and end are right, as in CoNLL-2000's
-    evaluation; I-X that continues no X begins a span. A tag without such a beginning, but O, marks its own word.
-    """
-    mine, yours = ([tag for row in rows for tag in row] for rows in (predictions, references))
-    found: dict[str, float] = {"accuracy": equal_share(mine, yours), "words": len(yours)}
-    if can_score("seqeval"):
-        from seqeval.metrics import f1_score
-
-        spans = ([[_as_span(tag) for tag in row] for row in rows] for rows in (references, predictions))
-        found["f1"] = float(f1_score(*spans, zero_division=0))
-    return found
-
-
-def _as_span(tag: str) -> str:
-    """The tag as seqeval reads it, which takes the first letter of a tag without a hyphen for its beginning."""
-    return tag if tag == "O" or re.match(r"[BIES]-", tag) else f"B-{tag}"
-
-
-def text_match(
-    predictions: Sequence[str], references: Sequence[Sequence[str]], ignores_case: bool = True
-) -> dict[str, float]:
-    """Share of texts that equal a reference, and mean F1 score of their words. Each text has one reference or more.
-
-    The best reference counts. With `ignores_case`, case, punctuation and the articles a, an, the do not count, as in
-    SQuAD's evaluation.
-    """
-    words = counted_words if ignores_case else str.split
-    pairs = [(words(mine), [words(yours) for yours in known]) for mine, known in zip(predictions, references)]
-    count = max(len(pairs), 1)
-    exact = sum(mine in known for mine, known in pairs)
-    f1 = math.fsum(max((word_f1(mine, yours) for yours in known), default=0.0) for mine, known in pairs)
-    return {"exact_match": exact / count, "f1": f1 / count, "texts": len(pairs)}
-
-
-def counted_words(text: str) -> list[str]:
-    """The words of a text that count."""
-    bare = "".join(character for character in text.lower() if character not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", bare).split()
-
-
-def word_f1(mine: Sequence[str], yours: Sequence[str]) -> float:
-    """The harmonic mean of precision and recall of the words `mine`; 1 if there are none in either."""
-    if not mine or not yours:
-        return float(mine == yours)
-    return 2 * (Counter(mine) & Counter(yours)).total() / (len(mine) + len(yours))
-
-
-def error_rates(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Word error rate and character error rate. Case and punctuation count, white space only separates words."""
-    found: dict[str, float] = {"texts": len(references)}
-    if references and can_score("jiwer"):
-        import jiwer
-
-        mine, yours = ([" ".join(text.split()) for text in texts] for texts in (predictions, references))
-        found |= {"wer": jiwer.wer(yours, mine), "cer": jiwer.cer(yours, mine)}
-    return found
-
-
-def spearman(predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
-    """Spearman's rank correlation, with mean ranks for ties; NaN if predictions or references are constant."""
-    if not can_score("scipy"):
-        return {}
-    from scipy.stats import spearmanr
-
-    constant = min(len({*predictions}), len({*references})) < 2  # scipy would warn
-    return {"spearman": math.nan if constant else float(spearmanr(predictions, references).statistic)}
+from hf_linear_attention.training.tasks import TASKS
 
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "input_features", "input_values")
@@ -184,15 +84,14 @@ def _frames(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
     return [row[:count] for row, count in zip(rows, counts, strict=True)], [0] * len(rows)
 
 
-Score = Callable[..., dict[str, float]]
 # How the predictions of a task are read from a batch and its outputs, and their score. Other tasks with logits are
 # scored by their nats per token, and tasks without by the similarity to the teacher (`embeddings.py`).
-SCORES: dict[str, tuple[Callable[[Batch, Any, Mapping[int, str]], Figures], Score]] = {
-    "sequence_classification": (_classes, classification),
-    "image_classification": (_classes, classification),
-    "token_classification": (_tags, tagging),
-    "question_answering": (_answers, text_match),
-    "ctc": (_frames, error_rates),
+SCORES: dict[str, tuple[Callable[[Batch, Any, Mapping[int, str]], Figures], type[Score]]] = {
+    "sequence_classification": (_classes, Classification),
+    "image_classification": (_classes, Classification),
+    "token_classification": (_tags, Tagging),
+    "question_answering": (_answers, TextMatch),
+    "ctc": (_frames, ErrorRates),
 }
 
 
@@ -246,7 +145,10 @@ def _generated_figures(rows: list[Generated], is_speech: bool) -> dict[str, floa
     if known[0] is None:
         shares = {"ending_answers": sum(mine) / len(rows)}
         return shares if theirs[0] is None else {**shares, "ending_answers_teacher": sum(theirs) / len(rows)}
-    found = error_rates(mine, known) if is_speech else text_match(mine, [[text] for text in known], ignores_case=False)
+    if is_speech:
+        found = scored(ErrorRates, mine, known)
+    else:
+        found = scored(TextMatch, mine, [[text] for text in known], ignores_case=False)
     return found if theirs[0] is None else {**found, "same_text": equal_share(mine, theirs)}
 
 
@@ -306,12 +208,12 @@ class Evaluator:
         return {f"eval_{name}": value for name, value in result.items()}
 
     def _result(self, rows: list[tuple[int, Any, Any]]) -> dict[str, float]:
-        score = SCORES[self.task][1] if self.task in SCORES else token_loss
+        score = SCORES[self.task][1] if self.task in SCORES else TokenLoss
         predictions, references = [row[1] for row in rows], [row[2] for row in rows]
         if self.logits in ("spans", "frames"):
             whole: Any = self.examples.examples if isinstance(self.examples, FirstExamples) else self.examples
             predictions, references = whole.texts([row[:2] for row in rows])
-        return score(predictions, references)
+        return scored(score, predictions, references)
 
     def _agreement(self, batch: Batch, outputs: Any) -> tuple[list[int], list[int]]:
         """For every example, how many rows of its logits have their maximum where the teacher's have, of how many."""

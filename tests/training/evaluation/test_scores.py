@@ -15,30 +15,31 @@ from transformers import AutoModel, AutoTokenizer
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion.calibration_data import check_pairs_file
-from hf_linear_attention.training.evaluation.evaluator import (
-    classification,
-    error_rates,
-    spearman,
-    tagging,
-    text_match,
-    token_loss,
+from hf_linear_attention.training.evaluation.scores import (
+    Classification,
+    ErrorRates,
+    Spearman,
+    Tagging,
+    TextMatch,
+    TokenLoss,
+    scored,
 )
 from hf_linear_attention.training.tasks import PACKAGES, can_score
 from hf_linear_attention.training.tracking import read_metrics
 
 
 def test_scores_are_their_formulas() -> None:
-    found = classification([0, 1, 1, 1], [1, 1, 0, 1])
+    found = scored(Classification, [0, 1, 1, 1], [1, 1, 0, 1])
     assert found == {"accuracy": 0.5, "f1": pytest.approx(2 / 3), "samples": 4}
-    three = classification([0, 1, 2, 2], [0, 1, 1, 2])  # F1 of the classes: 1, 2/3 and 2/3
+    three = scored(Classification, [0, 1, 2, 2], [0, 1, 1, 2])  # F1 of the classes: 1, 2/3 and 2/3
     assert three["f1"] == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
-    assert classification([0, 0], [1, 1])["f1"] == 0
-    assert spearman([1.0, 2.0, 3.0, 3.0], [1.0, 3.0, 2.0, 2.0])["spearman"] == pytest.approx(1 / 3)
-    assert math.isnan(spearman([1.0, 1.0], [1.0, 2.0])["spearman"])
-    assert token_loss([2.0, 4.0], [1, 2]) == {"nats_per_token": 2, "perplexity": math.exp(2), "tokens": 3}
-    texts = text_match(["The Cat!", "a red dog", "x"], [["cat", "dog"], ["dog"], ["y"]])
+    assert scored(Classification, [0, 0], [1, 1])["f1"] == 0
+    assert scored(Spearman, [1.0, 2.0, 3.0, 3.0], [1.0, 3.0, 2.0, 2.0])["spearman"] == pytest.approx(1 / 3)
+    assert math.isnan(scored(Spearman, [1.0, 1.0], [1.0, 2.0])["spearman"])
+    assert scored(TokenLoss, [2.0, 4.0], [1, 2]) == {"nats_per_token": 2, "perplexity": math.exp(2), "tokens": 3}
+    texts = scored(TextMatch, ["The Cat!", "a red dog", "x"], [["cat", "dog"], ["dog"], ["y"]])
     assert texts == {"exact_match": 1 / 3, "f1": pytest.approx((1 + 2 / 3) / 3), "texts": 3}
-    rates = error_rates(["the  cat sat", ""], ["a cat sat", "on"])
+    rates = scored(ErrorRates, ["the  cat sat", ""], ["a cat sat", "on"])
     assert rates == {"wer": 2 / 4, "cer": pytest.approx((3 + 2) / (9 + 2)), "texts": 2}
 
 
@@ -52,7 +53,7 @@ def test_scores_are_their_formulas() -> None:
     ],
 )
 def test_spans_are_those_of_the_tags(mine: list[str], yours: list[str], f1: float) -> None:
-    found = tagging([mine], [yours])
+    found = scored(Tagging, [mine], [yours])
     right = sum(a == b for a, b in zip(mine, yours, strict=True))
     assert found == {"f1": pytest.approx(f1), "accuracy": right / len(mine), "words": len(mine)}
 
