@@ -1,4 +1,4 @@
-"""LoRA and DoRA: what is trained, what is saved, and how a run with adapters goes on."""
+"""LoRA: what is trained, what is saved, and how a run with adapters goes on."""
 
 from __future__ import annotations
 
