@@ -20,7 +20,7 @@ LAYERS = {
     "hybrid": {"mechanism": "hybrid", "window_size": 64, "num_sinks": 4, "num_features": 64},
     "gated_delta": {"mechanism": "gated_delta"},
 }
-MOST_NODES = 80
+MOST_NODES = {"exp": 60, "hybrid": 64, "gated_delta": 80}
 
 
 def kernels_in(graph) -> list[str]:
@@ -57,7 +57,7 @@ def test_a_compiled_layer_is_a_small_graph(name):
     actual = with_gradients(compiled, mechanism, inputs)
     for graphs, most in ((recorded.graphs, 1), (recorded.fw_graphs, 1), (recorded.bw_graphs, 2)):
         assert len(graphs) == 1
-        assert len(graphs[0].graph.nodes) <= most * MOST_NODES
+        assert len(graphs[0].graph.nodes) <= most * MOST_NODES[name]
     in_parts = kernels_cpu.library() is None
     kernels = ["attention", "window_attention"] if in_parts else ["joint_attention"]
     kernels = kernels if name == "hybrid" else ["gated_delta" if name == "gated_delta" else "attention"]
