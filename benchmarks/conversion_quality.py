@@ -173,13 +173,9 @@ def measure(arguments: Namespace, training: Training) -> dict[str, Any]:
         data = EvaluationArguments(model_name_or_path="", max_eval_tokens=sys.maxsize, **files)
         untrained = measure_folder(work / CONVERTED, source, arguments.task, data)
         return {"untrained": untrained, **measure_folder(work / TRAINED, source, arguments.task, data)}
-    data = EvaluationArguments(
-        model_name_or_path="",
-        validation_file=str(held_out(arguments)),
-        max_eval_tokens=sys.maxsize,
-        max_eval_length=arguments.max_eval_length,
-        controls=arguments.controls,
-    )
+    lengths = {"max_eval_tokens": sys.maxsize, "max_eval_length": arguments.max_eval_length}
+    files = {"validation_file": str(held_out(arguments)), "controls": arguments.controls}
+    data = EvaluationArguments(model_name_or_path="", **lengths, **files)
     if arguments.controls == "healed":
         heal_control(source, training, data, run)
     healed = work / CONTROL / TRAINED
