@@ -116,7 +116,7 @@ def _ring(left_out: Collection[str], rows: dict[str, tuple[str, ...]]) -> dict[s
         text = path.read_text(encoding="utf-8")
         if left_out:
             text = re.sub(rf"(?m)^.*  # ({'|'.join(left_out)})\n", "", text)
-        module = _parsed(name, re.sub(MARKS, "", text), rows)
+        module = _parsed(name, re.sub(MARKS, "", text), tuple(row for row in rows.items() if row[0] in text))
         for other, _ in module.imported.values():
             visit(other)
         ring[name] = module
@@ -126,7 +126,8 @@ def _ring(left_out: Collection[str], rows: dict[str, tuple[str, ...]]) -> dict[s
     return ring
 
 
-def _parsed(name: str, text: str, rows: dict[str, tuple[str, ...]]) -> Module:
+@functools.lru_cache(maxsize=256)
+def _parsed(name: str, text: str, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> Module:
     tree, lines = ast.parse(text), text.splitlines()
     module = Module(name, [], {}, {})
     ring_lines: set[int] = set()
@@ -141,7 +142,7 @@ def _parsed(name: str, text: str, rows: dict[str, tuple[str, ...]]) -> Module:
             for alias in [] if ring_lines & {node.lineno} else node.names:
                 module.external[(alias.asname or alias.name).split(".")[0]] = ast.unparse(_only(node, alias))
         elif not _is_for_checkers(node) and node is not tree.body[0]:  # nor the docstring
-            table = _cut(node, rows)
+            table = _cut(node, dict(rows))
             module.statements.append(_statement(node, lines, ring_lines, table))
     return module
 

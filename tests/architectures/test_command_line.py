@@ -74,7 +74,7 @@ def test_what_is_refused_says_what_to_do(tmp_path):
 def test_the_hint_after_a_conversion_names_the_recipe_of_the_head(model_type, head, recipe):
     """A head that no task trains has none, instead of a task that would train something else."""
     stock = tiny_model(model_type, head)
-    plan = Plan(stock.config, type(stock), 0, [], [], [], [], [], [], {})
+    plan = Plan(stock, stock.config, type(stock), 0, [], [], [], [], [], [], {})
     found = plan.head
     assert found.recipe == recipe
     assert (found.task is None) == (recipe is None)

@@ -33,7 +33,6 @@ def size_of(folder, dtype=torch.float32, **settings) -> int:
         ("hybrid", 20_000, torch.float32),
         ("hybrid", 100_001, torch.bfloat16),
         ("hybrid gated_delta", 33_333, torch.float32),
-        ("hybrid both", 100_001, torch.float32),
         ("window", 33_333, torch.bfloat16),
     ],
 )

@@ -34,7 +34,7 @@ from hf_linear_attention.training.checkpoints import (
     list_checkpoints,
     newest_intact_checkpoint,
 )
-from hf_linear_attention.training.evaluation.evaluator import SCORES
+from hf_linear_attention.training.evaluation.scores import Classification
 from hf_linear_attention.training.finetune import main
 from hf_linear_attention.training.loop import TrainingLoop
 from hf_linear_attention.training.losses.objectives import TaskLoss
@@ -146,8 +146,7 @@ def test_the_best_model_is_kept_and_restored(
 ) -> None:
     """The figures are replaced, the weights are the run's own: the best evaluation is the one after step 4 of 8."""
     figures = iter([0.9, 0.5, 0.7, 0.6, 0.7])  # before training, which does not count, and after steps 2, 4, 6, 8
-    score = SCORES["sequence_classification"][0], lambda *_: {"accuracy": next(figures)}
-    monkeypatch.setitem(SCORES, "sequence_classification", score)
+    monkeypatch.setattr(Classification, "_compute", lambda *_, **__: {"accuracy": next(figures)})
     best = ["--validation_file", files / "valid.tsv", "--eval_steps", 2, "--load_best_model_at_end"]
     folder = tmp_path / "out"
     assert main(command(options, *best, "--save_total_limit", 1, folder=folder)) == 0
@@ -317,7 +316,7 @@ def accuracies(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         value = values.pop(0)
         return {"accuracy": value, "f1": value}
 
-    monkeypatch.setitem(SCORES, "sequence_classification", (SCORES["sequence_classification"][0], compute))
+    monkeypatch.setattr(Classification, "_compute", compute)
     return values
 
 
