@@ -13,12 +13,11 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
@@ -28,6 +27,10 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from hf_linear_attention.training.data.file_checks import folder_files
 from hf_linear_attention.training.data.packing import IGNORED, Example, Examples, Tokens
 from hf_linear_attention.training.recipe import Recipe
+
+
+if TYPE_CHECKING:  # conversions without the extra for training read this file
+    from accelerate import Accelerator
 
 
 Batch = dict[str, Tensor]
