@@ -38,7 +38,7 @@ demo: $(VENV)/.installed ## Train a small Llama, convert it, and see what that c
 
 .PHONY: test
 test: $(VENV)/.installed ## The test suite, the sanitizers included (9 minutes on 2 cores)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Everything whose oldest version is not stated comes from $(VENV).
 OLDEST := $(VENV)/oldest

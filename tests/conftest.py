@@ -29,6 +29,17 @@ def pytest_sessionstart(session):
         pytest.exit(f"The C kernels are required: {kernel_backend().reason}", returncode=1)
 
 
+def pytest_collection_modifyitems(items):
+    """The files that take longest come first, so that no process of `make test` waits for another at the end."""
+    longest = (
+        "shipping/test_alone.py",
+        "training/test_tasks.py",
+        "docs/test_commands.py",
+        "checkpoints/test_faults.py",
+    )
+    items.sort(key=lambda item: not item.path.as_posix().endswith(longest))
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
