@@ -37,7 +37,7 @@ demo: $(VENV)/.installed ## Train a small Llama, convert it, and see what that c
 	$(BIN)/python benchmarks/demo.py --output_dir outputs/demo
 
 .PHONY: test
-test: $(VENV)/.installed ## The test suite, the sanitizers included (9 minutes on 2 cores)
+test: $(VENV)/.installed ## The test suite (5 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Everything whose oldest version is not stated comes from $(VENV).
@@ -61,7 +61,12 @@ test-oldest: $(OLDEST)/.installed ## A part of the tests with the oldest version
 
 .PHONY: test-architectures
 test-architectures: $(VENV)/.installed ## A tiny twin of every tested architecture (2 minutes on 2 cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "architectures or not architectures" tests/architectures
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "architectures or not architectures" tests/architectures \
+		tests/shipping/test_alone.py::test_every_family_converts_and_loads_with_and_without_the_package
+
+.PHONY: test-sanitizers
+test-sanitizers: $(VENV)/.installed ## Random calls of the C kernels under AddressSanitizer and UBSan (2 minutes in CI)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m sanitizers tests/native
 
 $(VENV)/.clients: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[clients]"

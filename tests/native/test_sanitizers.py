@@ -44,12 +44,14 @@ def sanitized_library(tmp_path_factory, request) -> Path:
         pytest.skip(f"no compiler with sanitizers: {str(error)[-200:]}")
 
 
+@pytest.mark.sanitizers
 def test_sanitizers_find_nothing(sanitized_library):
     options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}
     given = ("--library", sanitized_library, "--calls", CALLS, "--seconds", MOST_SECONDS)
     assert fuzz(*given, LD_PRELOAD=sanitized.runtime(), **options) >= CALLS
 
 
+@pytest.mark.sanitizers
 def test_sanitizers_are_at_work(sanitized_library, tmp_path):
     script = tmp_path / "overflow.py"
     script.write_text(

@@ -139,16 +139,6 @@ def results(converted, trainer_checkpoint, versions, tmp_path_factory) -> dict[s
     return _run_alone(groups, root)
 
 
-@pytest.fixture(scope="module")
-def slow_results(tmp_path_factory) -> dict[str, dict]:
-    """The same of the families and of graphs, which the tests with the oldest versions leave out."""
-    root = tmp_path_factory.mktemp("slow")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels_cpu, "library", lambda: None)
-        families = _families(root / "families")
-    return _run_alone({"families": families, "graphs": {"graphs": _graphs(root)}}, root)
-
-
 def _run_alone(groups: dict[str, dict], root: Path) -> dict[str, dict]:
     (root / "jobs.json").write_text(json.dumps(groups))
     environment = {
@@ -300,9 +290,12 @@ def test_it_loads_and_computes_the_same(results, name):
     assert set(found.values()) == {"equal"}, found
 
 
-def test_every_family_converts_and_loads_with_and_without_the_package(slow_results):
+@pytest.mark.architectures
+def test_every_family_converts_and_loads_with_and_without_the_package(tmp_path, monkeypatch):
     """The configs of real families as they are on the hub."""
-    assert {name: slow_results["families"][name] for name in FAMILIES} == dict.fromkeys(FAMILIES, "equal")
+    monkeypatch.setattr(kernels_cpu, "library", lambda: None)
+    found = _run_alone({"families": _families(tmp_path)}, tmp_path)["families"]
+    assert found == dict.fromkeys(FAMILIES, "equal") | {"imported": []}
 
 
 def test_a_trainer_checkpoint_does_too(results):
@@ -337,8 +330,8 @@ def test_a_package_that_is_too_old_leaves_the_work_to_the_checkpoint(results):
     assert f"{hf_linear_attention.__version__} reads versions up to 1" in said[0]
 
 
-def test_it_is_compiled_exported_pickled_and_copied(slow_results):
-    assert slow_results["graphs"]["graphs"] == "equal"
+def test_it_is_compiled_exported_pickled_and_copied(tmp_path):
+    assert _run_alone({"graphs": {"graphs": _graphs(tmp_path)}}, tmp_path)["graphs"]["graphs"] == "equal"
 
 
 def test_another_mechanism_is_refused_with_what_to_do(results):
