@@ -125,7 +125,8 @@ def test_conversion(row, tmp_path):
     stock = stock_of(row)
     inputs = inputs_of(stock)
     expected = outputs(stock, inputs)
-    assert torch.equal(outputs(convert(stock, layers="none"), inputs), expected)
+    # The experts of some models add up in an order that depends on where memory was free.
+    assert_close(outputs(convert(stock, layers="none"), inputs), expected)
     model = convert(stock, **settings_of(row))
     assert_weights_are_kept(stock, model)
     # As if trained: a weight that is lost on the way must not come back as what `reset_parameters` draws.
