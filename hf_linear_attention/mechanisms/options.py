@@ -23,6 +23,8 @@ DROPPABLE = ("attention_sinks", "position_bias", "sliding_window", "softcap")
 COMMON_SETTINGS: dict[str, Any] = {
     "layers": "all", "softmax_heads": [], "drop": [], "cross_attention": False, "rotary": None,
 }  # fmt: skip
+# Values of earlier versions, and what to take instead.
+GONE_CHOICES = {"both": "`linear` or `gated_delta`", "separate": "`joint`", "squared_relu": "`relu`"}
 LARGEST = 2**40  # of any whole number: sizes above are beyond every memory, and then beyond the integers of torch
 
 
@@ -55,7 +57,8 @@ class Option:
         if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number"
         if self.choices and value not in self.choices:
-            return "must be one of " + ", ".join(f"`{choice}`" for choice in self.choices)
+            gone = f", and `{value}` is gone: take {GONE_CHOICES[value]}" if value in GONE_CHOICES else ""
+            return "must be one of " + ", ".join(f"`{choice}`" for choice in self.choices) + gone
         if self.kind is int and value > self.maximum:
             return f"must be at most {self.maximum:,}; choose a smaller number"
         if self.minimum is not None and value < self.minimum:

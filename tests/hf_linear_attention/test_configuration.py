@@ -52,6 +52,8 @@ def test_all_problems_are_named_at_once():
         ({"mechanism": "performer", "num_features": 10**6}, r"= 1000000 must be at most 131,072; choose a smaller"),
         ({"mechanism": "performer", "uniform_mixing": 0.1}, r"`uniform_mixing` = 0\.1 is not possible any more"),
         ({"mechanism": "nystrom", "pinv_iterations": 8}, "= 8 is not possible any more; leave it out"),
+        ({"mechanism": "linear", "feature_map": "squared_relu"}, "`squared_relu` is gone: take `relu`"),
+        ({"mechanism": "hybrid", "far": "both"}, "`both` is gone: take `linear` or `gated_delta`"),
         ({"mechanism": "hybrid", "window_size": 10**6}, "must be at most 131,072; choose a smaller number"),
         ({"format_version": 2, "new": 1}, r"in format version 2, .* up to 1\. Upgrade hf_linear_attention"),
         ({"format_version": 0}, "`format_version` = 0 in .* must be a whole number of at least 1"),

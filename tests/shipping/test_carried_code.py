@@ -25,11 +25,11 @@ from hf_linear_attention.mechanisms.registry import MECHANISMS
 MOST_LINES = {
     "aft": (3800, 4300),
     "gated_delta": (None, 3650),
-    "hybrid": (5000, 5500),
+    "hybrid": (5000, 5510),
     "latent": (2500, None),
     "linear": (4050, 4550),
     "linformer": (2850, None),
-    "linformer_linear": (4550, None),
+    "linformer_linear": (4560, None),
     "nystrom": (2650, None),
     "performer": (4550, 5050),
     "window": (3500, 4000),
