@@ -125,8 +125,12 @@ def test_conversion(row, tmp_path):
     stock = stock_of(row)
     inputs = inputs_of(stock)
     expected = outputs(stock, inputs)
-    # The experts of some models add up in an order that depends on where memory was free.
-    assert_close(outputs(convert(stock, layers="none"), inputs), expected)
+    unconverted = outputs(convert(stock, layers="none"), inputs)
+    if any(name.endswith(".experts") for name, _ in stock.named_modules()):
+        # Seen once in five runs of the suite: experts of `gpt_oss` whose last bits differed from call to call.
+        assert (unconverted - expected).abs().max() <= 1e-5 * expected.abs().max()
+    else:
+        assert torch.equal(unconverted, expected)
     model = convert(stock, **settings_of(row))
     assert_weights_are_kept(stock, model)
     # As if trained: a weight that is lost on the way must not come back as what `reset_parameters` draws.

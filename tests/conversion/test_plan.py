@@ -135,7 +135,7 @@ def test_sources_that_do_not_fit_their_config(llama, tmp_path):
     (folder / "model.safetensors").write_bytes(b"no such thing")
     code, _, err = run("--model_name_or_path", folder, "--dry_run")
     assert code == 2
-    assert "model.safetensors cannot be used" in err
+    assert "model.safetensors cannot be used (SafetensorError: " in err
 
 
 def test_capped_logits_are_refused_and_not_ignored(tmp_path):

@@ -20,7 +20,8 @@ LAYERS = {
     "hybrid": {"mechanism": "hybrid", "window_size": 64, "num_sinks": 4, "num_features": 64},
     "gated_delta": {"mechanism": "gated_delta"},
 }
-MOST_NODES = {"exp": 60, "hybrid": 64, "gated_delta": 80}
+# Forward graphs as torch records them, whose partition of `hybrid` has one node more than the default one (60).
+MOST_NODES = {"exp": 60, "hybrid": 61, "gated_delta": 80}
 
 
 def kernels_in(graph) -> list[str]:
