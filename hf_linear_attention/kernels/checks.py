@@ -152,7 +152,7 @@ def check_state(name: str, state: Tensor, shape: tuple[int, ...], query: Tensor,
         )
 
 
-def check_results(query: Tensor, made: Sequence[Tensor | None], **results: Tensor | None) -> None:
+def check_results(query: Tensor, made: Sequence[Tensor], **results: Tensor | None) -> None:
     """Check results of a forward pass, or their gradients, each by the tensor of `made` in its place.
 
     Args:
@@ -161,11 +161,9 @@ def check_results(query: Tensor, made: Sequence[Tensor | None], **results: Tenso
     Raises:
         ValueError: for the first tensor of another shape or dtype.
     """
-    for (name, tensor), like in zip(results.items(), made):
-        if tensor is None or like is None:
-            continue
+    for (name, tensor), like in zip(results.items(), made, strict=True):  # none may reach C without a check
         check_shape(name, tensor, tuple(like.shape), like=query)
-        if tensor.dtype != like.dtype:
+        if tensor is not None and tensor.dtype != like.dtype:
             raise ValueError(f"`{name}` is {tensor.dtype}; it must be {like.dtype}, as in the forward pass.")
 
 

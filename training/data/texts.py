@@ -1,8 +1,4 @@
-"""Tokenization of texts. `datasets` keeps the tokens on disk: a second run on the same texts finds those of the first.
-
-The key is a hash of the texts, the state of the tokenizer, and the options of the call.
-
-Conversion of texts, from files and `datasets` data sets, to examples of token ids (`packing.py`).
+"""Conversion of texts, from files and `datasets` data sets, to examples of token ids (`packing.py`).
 
 | task                    | .txt                                        | a file of rows, or --dataset_name   |
 | causal_lm, training     | one document, cut into blocks               | BOS + text of a row, packed         |
@@ -15,7 +11,8 @@ Conversion of texts, from files and `datasets` data sets, to examples of token i
 "Cut" texts are truncated to max_length tokens. "Packed" documents share blocks of max_length tokens, and do not attend
 to each other (`packing.py`) unless `--join_documents` is given. Paragraphs are separated by blank lines; in a .txt
 without blank lines, every line is a text. If the tokenizer has no BOS token, its EOS token follows each text instead.
-Everything is tokenised at the start, and the tokens are kept for later runs (`tokenization.py`).
+Everything is tokenised at the start. `datasets` keeps the tokens on disk, so that a second run on the same texts finds
+those of the first: their key is a hash of the texts, the state of the tokenizer, and the options of the call.
 
 Rows of causal_lm may hold conversations instead, in the form of chat templates: who says what.
 
