@@ -383,6 +383,14 @@ class LinearAttentionConfigMixin:
         # With this, every saved config (also in a Trainer checkpoint) names the class of every head.
         if getattr(self, "auto_map", None) is None:
             self.auto_map = auto_map(self.stock_model_type)
+        self._register_once()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Register the models of this class in a process that gets a config by pickle, too."""
+        self.__dict__.update(state)
+        self._register_once()
+
+    def _register_once(self) -> None:
         if not type(self).__dict__.get("_has_instances", False):
             type(self)._has_instances = True
             if "first_instance" in EXTENSIONS:

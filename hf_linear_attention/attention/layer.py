@@ -95,6 +95,9 @@ class LinearizedAttention:
     attends_across = False  # whether keys come from another sequence
     # `observe_attention` sets this function, which gets the mechanism's inputs while the layer computes softmax.
     linear_attention_observer: Callable[..., None] | None = None
+    # An engine that keeps the states of its requests itself, as vLLM does, sets this function. It gets the mechanism's
+    # inputs before `prepare`, without positions, and returns the output `[B, N, H, D]`.
+    linear_attention_backend: Callable[[MechanismInputs], torch.Tensor] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the stock forward with two more arguments for the attention function, which it passes on.
@@ -181,6 +184,8 @@ class LinearizedAttention:
                 state_layer.is_claimed = False
             seen = state_layer.get_seq_length()
         inputs = self.mechanism_inputs(query, key, value, attention_mask, seen=seen, **kwargs)
+        if self.linear_attention_backend is not None:
+            return self.linear_attention_backend(inputs), None
         # Autocast is disabled, because the sums must stay float32; entering its context costs as much as a layer norm.
         with torch.autocast(query.device.type, enabled=False) if is_autocast(query) else nullcontext():
             if wants_attentions(kwargs, self.model_config):
@@ -214,7 +219,7 @@ class LinearizedAttention:
             is_causal = self.linear_attention_is_causal
         mask = None if attention_mask is None else self._read_mask(attention_mask, key, seen, is_causal)
         inputs = MechanismInputs(query, key, value, mask, scaling, is_causal, gates=gates)
-        if self.linear_attention.needs_positions:
+        if self.linear_attention.needs_positions and self.linear_attention_backend is None:
             positions = self._positions(position_ids, query, seen)
             inputs = self.linear_attention.prepare(inputs._replace(positions=positions))
         return inputs

@@ -60,8 +60,10 @@ def _in_chunks(forward: Callable[..., Any], linear_modules: Callable[[Any], Mapp
         tokens = bound.get("input_ids") if bound.get("input_ids") is not None else bound.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] <= LONGEST_UNDIVIDED:
             return forward(self, *args, **kwargs)
-        is_linear = any(module.linear_attention_enabled for module in linear_modules(self).values())
-        if not is_linear or is_stateful(self) or not _can_divide(self.config, bound, tokens.shape[1]):
+        modules = linear_modules(self).values()
+        is_linear = any(module.linear_attention_enabled for module in modules)
+        has_backend = any(module.linear_attention_backend for module in modules)  # which divides inputs itself
+        if not is_linear or has_backend or is_stateful(self) or not _can_divide(self.config, bound, tokens.shape[1]):
             return forward(self, *args, **kwargs)
         return _divided(functools.partial(forward, self), self.config, bound, tokens.shape[1])
 

@@ -8,6 +8,7 @@ with the name of what is missing.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -166,6 +167,29 @@ class AttentionMechanism(MechanismOptions, nn.Module):
     def absorb(self, inputs: MechanismInputs, state: State | None = None) -> State | None:
         """The state after these keys, without an output; the queries are 0 unless `absorbs_queries`."""
         return self(inputs, state)[1]
+
+    def state_layout(self, dtype: torch.dtype, is_causal: bool = True) -> list[tuple[torch.Size, torch.dtype]]:
+        """The shape `[1, ...]` and dtype of each tensor of the state after one token of one sequence.
+
+        The last `num_growing` of them grow with the length; the others keep their shape. Nothing is computed: the
+        mechanism runs on the meta device, wherever its parameters are.
+
+        Args:
+            dtype: of queries, keys and values.
+            is_causal: False for cross-attention, whose state is made of all keys at once.
+        """
+        shape, meta = self.shape, copy.deepcopy(self).to("meta")
+        with torch.device("meta"), torch.no_grad():
+            query = torch.zeros(1, shape.num_heads, 1, shape.head_dim, dtype=dtype)
+            key = torch.zeros(1, shape.num_key_value_heads, 1, shape.head_dim, dtype=dtype)
+            inputs = MechanismInputs(query, key, key, None, 1.0, is_causal)
+            if meta.needs_positions:
+                inputs = meta.prepare(inputs._replace(positions=torch.zeros(1, 1, dtype=torch.int32)))
+            if meta.needs_gates:
+                hidden = torch.zeros(1, 1, shape.hidden_size or 0, dtype=dtype)
+                inputs = inputs._replace(gates=meta.gates(hidden))
+            state = meta(inputs)[1]
+        return [(tensor.shape, tensor.dtype) for tensor in state or ()]
 
     def attention_weights(self, inputs: MechanismInputs) -> torch.Tensor:
         """The matrix `[B, H, N, S]`, which the mechanism never forms itself, for inspection.

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converted models in vLLM, which calls `register` in each of its processes (entry point `vllm.general_plugins`).
+
+Nothing heavy is imported before vLLM asks for a model. A converted decoder (`LinearLlamaForCausalLM` and so on) and a
+converted encoder run in vLLM's Transformers backend; vLLM itself is not changed.
+"""
+
+from __future__ import annotations
+
+import logging
+
+
+MODEL = "hf_linear_attention.vllm_plugin.model"
+BACKEND = "HF_LINEAR_ATTENTION"
+OPERATOR = "hf_linear_attention"
+# The minor version of vLLM that the tests run; the names of vLLM that are used here may change with any other.
+TESTED = (0, 32)
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Tell vLLM the classes of converted models, the backend of their states and the operator that splits graphs.
+
+    Calling it again changes nothing. With a vLLM older than the tested version nothing is registered, and one line in
+    the log says so; with a newer one, one line warns.
+    """
+    import vllm
+
+    found = tuple(int(number) for number in vllm.__version__.split(".")[:2])
+    tested = ".".join(map(str, TESTED))
+    if found < TESTED:
+        _LOGGER.error("Got vLLM %s; hf-linear-attention serves its models from %s on.", vllm.__version__, tested)
+        return
+    if found > TESTED:
+        _LOGGER.warning("hf-linear-attention was tested with vLLM %s, and this is %s.", tested, vllm.__version__)
+    _register_models()
+    _register_backend()
+
+
+def _register_models() -> None:
+    from transformers.models.auto import modeling_auto
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    import hf_linear_attention  # noqa: F401  (registers `linear_<x>` with AutoConfig)
+
+    from .config import ConvertedModelConfig
+
+    decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    encoders = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    families = (
+        ("DecoderForCausalLM", decoders, decoders),
+        ("EncoderForEmbedding", encoders, modeling_auto.MODEL_MAPPING_NAMES),
+        ("EncoderForClassification", encoders, modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    )
+    for name, model_types, classes in families:
+        for stock in {classes.get(model_type) for model_type in model_types}:
+            if isinstance(stock, str):
+                ModelRegistry.register_model(f"Linear{stock}", f"{MODEL}:{name}")
+                MODELS_CONFIG_MAP[f"Linear{stock}"] = ConvertedModelConfig
+
+
+def _register_backend() -> None:
+    from vllm.config import CompilationConfig
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
+
+    if not hasattr(MambaAttentionBackendEnum, BACKEND):
+        register_backend(BACKEND, "hf_linear_attention.vllm_plugin.states.StateBackend", is_mamba=True)
+    # Graphs of torch.compile and of CUDA stop before this operator, as before vLLM's own attention.
+    if (operator := f"vllm::{OPERATOR}") not in CompilationConfig._attention_ops:
+        CompilationConfig._attention_ops.append(operator)

@@ -1,0 +1,169 @@
+"""Converted decoders in vLLM write the tokens that `generate` writes, however their requests are scheduled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from conftest import CONFIGS, engine, expected, metric, prompts, written
+
+from hf_linear_attention import convert
+from hf_linear_attention.vllm_plugin import states
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_many_requests_at_once_with_prompts_in_chunks(converted, name):
+    folder, texts = converted(name), prompts(24)
+    with engine(folder, max_num_batched_tokens=96, max_num_seqs=24) as llm:
+        assert written(llm, texts) == expected(folder, texts)
+
+
+def test_errors_would_be_seen(converted, monkeypatch):
+    """Negative controls: chunks that forget the state, and states of the wrong requests, change the text."""
+    folder, texts = converted("hybrid"), prompts(12)
+    with engine(folder, max_num_batched_tokens=96) as llm:
+        right = written(llm, texts)
+        load = states.StateLayer._load
+        monkeypatch.setattr(states.StateLayer, "_load", lambda self, rows: load(self, rows.flip(0)))
+        swapped = written(llm, texts)
+        monkeypatch.setattr(states.StateLayer, "_load", load)
+        run = states.ConvertedLayer.run
+        monkeypatch.setattr(
+            states.ConvertedLayer,
+            "run",
+            lambda self, inputs, first=0, state=None: run(
+                self, inputs, first, state if inputs.query.shape[2] == 1 else None
+            ),
+        )
+        forgetful = written(llm, texts)
+    assert right == expected(folder, texts)
+    assert sum(a != b for a, b in zip(swapped, right)) > 6
+    long = [number for number, text in enumerate(texts) if len(text) > 96]
+    assert long
+    assert all(forgetful[number] != right[number] for number in long)
+
+
+def test_requests_that_find_no_block_begin_again(converted):
+    folder, texts = converted("softmax layers"), prompts(8, longest=120)
+    with engine(folder, max_model_len=256, num_gpu_blocks_override=13, max_num_seqs=8) as llm:
+        assert written(llm, texts, 100) == expected(folder, texts, 100)
+        assert metric(llm, "num_preemptions") > 0
+
+
+def test_requests_that_are_interrupted_begin_again(converted):
+    """A state does not grow, so vLLM interrupts requests of states alone only when it is told to."""
+    from vllm import SamplingParams
+
+    folder, texts = converted("hybrid"), prompts(8)
+    done, steps = {}, 0
+    with engine(folder) as llm:
+        core = llm.llm_engine
+        for number, text in enumerate(texts):
+            sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+            core.add_request(str(number), {"prompt_token_ids": text}, sampling)
+        while core.has_unfinished_requests():
+            finished = [output for output in core.step() if output.finished]
+            done |= {output.request_id.split("-")[0]: list(output.outputs[0].token_ids) for output in finished}
+            steps += 1
+            if steps == 10:
+                assert core.reset_prefix_cache(reset_running_requests=True)
+        assert metric(llm, "num_preemptions") == 8
+    assert [done[str(number)] for number in range(8)] == expected(folder, texts)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "softmax layers"])
+def test_prompts_that_begin_alike_are_read_once(converted, name):
+    """vLLM keeps the states at the ends of the chunks in which it reads a prompt."""
+    folder = converted(name)
+    shared = [number % 100 + 3 for number in range(700)]
+    texts = [shared + text for text in prompts(8, 60)]
+    with engine(folder, enable_prefix_caching=True, max_num_seqs=2, max_num_batched_tokens=256) as llm:
+        assert written(llm, texts) == expected(folder, texts)
+        hits = metric(llm, "prefix_cache_hits")
+        assert hits > 0  # of the requests of one call
+        assert written(llm, texts) == expected(folder, texts)
+        assert metric(llm, "prefix_cache_hits") > 2 * hits
+
+
+def test_samples_have_the_probabilities_of_the_model_and_a_seed_repeats_them(converted):
+    from vllm import SamplingParams
+
+    folder, texts = converted("hybrid"), prompts(4)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    sampling = SamplingParams(
+        n=4, temperature=0.9, max_tokens=20, logprobs=0, ignore_eos=True, detokenize=False, seed=7
+    )
+    asked = [{"prompt_token_ids": text} for text in texts]
+    with engine(folder) as llm:
+        outputs, again = (llm.generate(asked, sampling, use_tqdm=False) for _ in range(2))
+    samples = [(text, sample) for text, output in zip(texts, outputs) for sample in output.outputs]
+    assert [list(s.token_ids) for o in again for s in o.outputs] == [list(s.token_ids) for _, s in samples]
+    assert len({tuple(sample.token_ids) for _, sample in samples}) == 16
+    for text, sample in samples:
+        ids = torch.tensor([[*text, *sample.token_ids]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(text) - 1 : -1]
+        wanted = logits.log_softmax(-1)[torch.arange(20), ids[0, len(text) :]]
+        found = torch.tensor([entry[token].logprob for entry, token in zip(sample.logprobs, sample.token_ids)])
+        # Sums of other orders: logits of about 10 in float32.
+        torch.testing.assert_close(found, wanted, atol=1e-3, rtol=0)
+
+
+def test_inputs_beyond_the_trained_length_and_beyond_undivided_passes(converted):
+    folder = converted("hybrid")
+    texts = [[number % 100 + 3 for number in range(length)] for length in (1_500, 9_000)]
+    with engine(folder, max_model_len=9_200, max_num_batched_tokens=16_384) as llm:
+        assert written(llm, texts) == expected(folder, texts)
+
+
+def test_bfloat16(converted):
+    folder, texts = converted("linear"), prompts(12, 60)
+    with engine(folder, dtype="bfloat16") as llm:
+        found, wanted = written(llm, texts, 8), expected(folder, texts, 8, torch.bfloat16)
+    # Rounding differs with the batch, so the likeliest of two close tokens may.
+    assert sum(a == b for a, b in zip(found, wanted)) >= 10
+
+
+@pytest.mark.parametrize("name", ["hybrid", "linear"])
+def test_compiled_graphs(converted, name):
+    folder, texts = converted(name), prompts(12)
+    with engine(folder, enforce_eager=False) as llm:
+        assert written(llm, texts) == expected(folder, texts)
+
+
+def test_an_adapter(converted, tmp_path):
+    import peft
+    from vllm.lora.request import LoRARequest
+
+    folder, texts = converted("hybrid"), prompts(8)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    adapted.save_pretrained(tmp_path)
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    with engine(folder, enable_lora=True, max_lora_rank=8) as llm:
+        with_adapter = written(llm, texts, lora_request=LoRARequest("adapter", 1, str(tmp_path)))
+        without = written(llm, texts)
+    assert with_adapter == expected(tmp_path / "merged", texts)
+    assert without == expected(folder, texts) != with_adapter
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({"softmax_heads": [[0, 1]]}, {}, "softmax_heads"),
+        ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "Speculative"),
+    ],
+    ids=["softmax heads", "tensor parallel", "speculative"],
+)
+def test_what_states_do_not_allow_is_refused(converted, tmp_path, settings, options, message):
+    folder = converted("hybrid")
+    if settings:
+        model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**CONFIGS["hybrid"][1]))
+        convert(model, mechanism="hybrid", window_size=16, **settings).save_pretrained(tmp_path)
+        folder = tmp_path
+    with pytest.raises(ValueError, match=message), engine(folder, **options):
+        pass
