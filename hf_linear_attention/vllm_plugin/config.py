@@ -12,6 +12,7 @@ from ..configuration_linear_attention import entries_of
 
 # The attribute of the config that keeps the `layer_types` of the stock model, which builds its layers by them.
 STOCK_LAYER_TYPES = "_stock_layer_types"
+FULL = "full_attention"
 
 
 class ConvertedModelConfig(VerifyAndUpdateConfig):
@@ -25,8 +26,7 @@ class ConvertedModelConfig(VerifyAndUpdateConfig):
             ValueError: for `softmax_heads`, whose state grows.
         """
         config = model_config.hf_config
-        entries = entries_of(config.linear_attention)
-        if any(entry["softmax_heads"] for entry in entries):
+        if any(entry["softmax_heads"] for entry in entries_of(config.linear_attention)):
             raise ValueError(
                 "Heads with softmax attention (`softmax_heads`) keep all keys in the state, which vLLM cannot store; "
                 "serve this model with `hf-linear-attention serve`, or convert it with whole softmax layers."
@@ -34,24 +34,31 @@ class ConvertedModelConfig(VerifyAndUpdateConfig):
         types = getattr(config, "layer_types", None)
         if not types or hasattr(config, STOCK_LAYER_TYPES):
             return
-        converted = {layer for entry in entries for layer in _numbers(entry["layers"], types)}
+        converted = _converted_layers(config, types)
         setattr(config, STOCK_LAYER_TYPES, list(types))
         config.layer_types = ["linear_attention" if n in converted else kind for n, kind in enumerate(types)]
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Refuse ways of running that states do not allow.
+        """Refuse speculative decoding, and let the prefix cache keep states at the ends of chunks.
+
+        By default vLLM keeps a state at the end of each prompt, and where the blocks of softmax layers show that two
+        prompts part. A model without softmax layers has no such blocks.
 
         Raises:
-            ValueError: for tensor parallelism and for speculative decoding.
+            ValueError: for speculative decoding.
         """
-        if (size := vllm_config.parallel_config.tensor_parallel_size) > 1:
-            raise ValueError(
-                f"Got `tensor_parallel_size` = {size}; parameters of linear attention belong to heads and are not "
-                "divided. Use `--pipeline-parallel-size` or `--data-parallel-size`."
-            )
         if vllm_config.speculative_config is not None:
             raise ValueError("Speculative decoding takes tokens back, which a state does not allow; leave it out.")
+        config, cache = vllm_config.model_config.hf_config, vllm_config.cache_config
+        types = getattr(config, STOCK_LAYER_TYPES, None) or [FULL] * config.num_hidden_layers
+        if len(_converted_layers(config, types)) == len(types) and cache.prefix_cache_retention_interval == 0:
+            cache.prefix_cache_retention_interval = None
+
+
+def _converted_layers(config: Any, types: list[str]) -> set[int]:
+    """The numbers of the converted layers of a model whose layers have these types."""
+    return {layer for entry in entries_of(config.linear_attention) for layer in _numbers(entry["layers"], types)}
 
 
 def _numbers(layers: Any, types: list[str]) -> list[int]:

@@ -23,6 +23,7 @@ from ..mechanisms.base import MechanismInputs
 from ..modeling_linear_attention import linear_attention_modules, reset_mechanisms
 from . import OPERATOR
 from .config import STOCK_LAYER_TYPES
+from .sharding import shard
 from .states import EncoderLayer, StateLayer
 
 
@@ -59,12 +60,15 @@ class ConvertedMixin:
         super()._create_hf_to_vllm_mapper()
 
     def recursive_replace(self) -> None:
-        """Keep vLLM's layers out of the mechanisms."""
+        """Keep vLLM's layers out of the mechanisms, of which each process takes the part for its heads."""
         modules = linear_attention_modules(self.model).values()
         mechanisms = [module._modules.pop("linear_attention") for module in modules]
         super().recursive_replace()
+        rank, size = self.tp_group.rank_in_group, self.tp_group.world_size
+        made: dict[int, torch.Tensor] = {}
         for module, mechanism in zip(modules, mechanisms):
-            module.linear_attention = mechanism
+            part = mechanism if size == 1 else shard(mechanism, rank, size, made, self.device_config.device)
+            module.linear_attention = part
 
     def _create_attention_instances(self, prefix: str = "") -> None:
         for number, (name, module) in enumerate(linear_attention_modules(self.model).items()):

@@ -44,8 +44,10 @@ def test_errors_would_be_seen(converted, monkeypatch):
 
 
 def test_requests_that_find_no_block_begin_again(converted):
-    folder, texts = converted("softmax layers"), prompts(8, longest=120)
-    with engine(folder, max_model_len=256, num_gpu_blocks_override=13, max_num_seqs=8) as llm:
+    """Nine blocks of 128 tokens hold the prompts of some requests, but not what all of them write."""
+    folder = converted("softmax layers")
+    texts = [text[:100] for text in prompts(60, longest=120) if len(text) > 100][:8]
+    with engine(folder, max_model_len=256, num_gpu_blocks_override=9, max_num_seqs=8) as llm:
         assert written(llm, texts, 100) == expected(folder, texts, 100)
         assert metric(llm, "num_preemptions") > 0
 
@@ -73,7 +75,7 @@ def test_requests_that_are_interrupted_begin_again(converted):
 
 @pytest.mark.parametrize("name", ["hybrid", "softmax layers"])
 def test_prompts_that_begin_alike_are_read_once(converted, name):
-    """vLLM keeps the states at the ends of the chunks in which it reads a prompt."""
+    """vLLM keeps states at the ends of the chunks in which it reads a prompt."""
     folder = converted(name)
     shared = [number % 100 + 3 for number in range(700)]
     texts = [shared + text for text in prompts(8, 60)]
@@ -150,14 +152,19 @@ def test_an_adapter(converted, tmp_path):
     assert without == expected(folder, texts) != with_adapter
 
 
+def test_two_processes_with_half_of_the_heads_each(converted):
+    folder, texts = converted("softmax layers"), prompts(8, 120)
+    with engine(folder, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
+        assert written(llm, texts) == expected(folder, texts)
+
+
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
         ({"softmax_heads": [[0, 1]]}, {}, "softmax_heads"),
-        ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "Speculative"),
     ],
-    ids=["softmax heads", "tensor parallel", "speculative"],
+    ids=["softmax heads", "speculative"],
 )
 def test_what_states_do_not_allow_is_refused(converted, tmp_path, settings, options, message):
     folder = converted("hybrid")
