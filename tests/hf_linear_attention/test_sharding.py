@@ -27,7 +27,9 @@ def test_parts_compute_the_heads_of_the_whole(row, kv_heads, size):
         own = slice(rank * kv_heads // size, rank * kv_heads // size + max(1, kv_heads // size))
         own_query = query[:, rank * 8 // size : (rank + 1) * 8 // size]
         for is_causal in forms(row):
-            found.append((is_causal, attend(part, own_query, key[:, own], value[:, own], None, is_causal=is_causal, **given)[0]))
+            found.append(
+                (is_causal, attend(part, own_query, key[:, own], value[:, own], None, is_causal=is_causal, **given)[0])
+            )
     for is_causal in forms(row):
         wanted = attend(whole, query, key, value, is_causal=is_causal)[0]
         parts = torch.cat([output for kind, output in found if kind == is_causal], dim=2)
