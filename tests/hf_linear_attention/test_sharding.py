@@ -15,26 +15,21 @@ from hf_linear_attention.vllm_plugin.sharding import shard
 def test_parts_compute_the_heads_of_the_whole(row, kv_heads, size):
     """With fewer key/value heads than processes, several processes have the same one."""
     whole = build_mechanism(row, num_heads=8, num_key_value_heads=kv_heads)
+    tensors = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     query, key, value = qkv(41, heads=(8, kv_heads), std=0.5)
-    tensors, given = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}, {}
-    found = []
-    for rank in range(size):
+    keys, values = (x.repeat_interleave(max(1, size // kv_heads), dim=1).chunk(size, dim=1) for x in (key, value))
+    found = {is_causal: [] for is_causal in forms(row)}
+    for rank, own in enumerate(zip(query.chunk(size, dim=1), keys, values)):
         part = shard(whole, rank, size, {}, "cpu")
         for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
             tensor.weight_loader(tensor, tensors[name])
-        if part.needs_gates:
-            given = {"gates": part.gates(hidden_states_of(key))}
-        own = slice(rank * kv_heads // size, rank * kv_heads // size + max(1, kv_heads // size))
-        own_query = query[:, rank * 8 // size : (rank + 1) * 8 // size]
-        for is_causal in forms(row):
-            found.append(
-                (is_causal, attend(part, own_query, key[:, own], value[:, own], None, is_causal=is_causal, **given)[0])
-            )
-    for is_causal in forms(row):
+        given = {"gates": part.gates(hidden_states_of(key))} if part.needs_gates else {}
+        for is_causal, outputs in found.items():
+            outputs.append(attend(part, *own, is_causal=is_causal, **given)[0])
+    for is_causal, outputs in found.items():
         wanted = attend(whole, query, key, value, is_causal=is_causal)[0]
-        parts = torch.cat([output for kind, output in found if kind == is_causal], dim=2)
-        # Sums of a few more or fewer heads at a time, in float32.
-        torch.testing.assert_close(parts, wanted, atol=1e-5, rtol=1e-4)
+        # Kernels sum other heads at a time, in float32.
+        torch.testing.assert_close(torch.cat(outputs, dim=2), wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_layers_that_share_parameters_share_them_in_their_parts_too():
