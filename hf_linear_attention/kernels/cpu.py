@@ -24,8 +24,9 @@ import itertools
 import logging
 import mmap
 import os
+import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ BACKENDS = ("auto", "torch")
 INSTRUCTION_SETS = ("base", "avx2", "avx512")
 SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 # The interface of csrc/linear_attention.h: its version, the bytes of its structs, and the lengths of its lists.
-ABI = (4, 48, 120, 96, 32, 23, 5, 35, 16)
+ABI = (5, 48, 120, 120, 24, 32, 23, 5, 36, 16)
 INSTALL = "install the package from its source, with `pip install .`, on a machine with a C compiler (gcc or clang)"
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 READABLE_DTYPES = (*NATIVE_DTYPES, torch.bool)
@@ -63,6 +64,8 @@ OF_QUERIES = (
     *(place for start in (QUERY_MAP, GRAD_QUERY_MAP) for place in range(start, start + 3)),
 )
 SHARED = (GRAD_KEY, GRAD_VALUE, GRAD_DECAY, *range(GRAD_KEY_MAP, GRAD_QUERY_MAP), GRAD_FIRST_STATE)
+# Places of the tensors of a step; the tokens begin at 0.
+STEP_SHARED, STEP_DECAY, STEP_BETA, STEP_NEAR, STEP_FAR, STEP_SUMS, STEP_NEW = 7, 11, 14, 15, 18, 20, 28
 # The columns that rotary tables turn, in a call without tables; see `run_attention`.
 NOT_TURNED = (0, 0, 0, 0)
 # In bytes: glibc requests allocations of this size from the system at every call.
@@ -163,10 +166,10 @@ def load(path: Path) -> Any:
             "that this code comes from."
         )
     loaded.best_instruction_set.restype = ctypes.c_int64
-    loaded.plain_step.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 4
     loaded.elu_plus_one.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
-    loaded.delta_step.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 6
-    loaded.plain_step.restype = loaded.elu_plus_one.restype = loaded.delta_step.restype = None
+    loaded.elu_plus_one.restype = None
+    for name in ("attention_step", "delta_step", "hybrid_step"):
+        getattr(loaded, name).argtypes = [ctypes.c_void_p] * 3
     return loaded
 
 
@@ -335,24 +338,40 @@ def _call(
 def run_step(
     name: str,
     shape: Sequence[int],
-    tensors: Sequence[torch.Tensor | None],
-    scaling: float | None = None,
-    offsets: Sequence[int] = (0,),
+    own: Iterable[tuple[int, Tensor | None]],
+    shared: Iterable[tuple[int, Tensor | None]] = (),
+    *,
+    rows: Tensor | None = None,
+    numbers: Sequence[int] = (),
+    scaling: float = 0.0,
 ) -> None:
-    """Call `log_step` or `hybrid_step` with dense tensors in the order of csrc/linear_attention.h.
+    """Call `attention_step`, `delta_step` or `hybrid_step`.
 
-    The last tensor has room for several results, which begin at these `offsets`, in units of 4 bytes.
+    Args:
+        shape: the sizes of csrc/linear_attention.h from `batch` to `value_bytes`.
+        own: what each sequence has for itself, which must be dense, and the states, each block of which must be dense,
+            with their places in the list of csrc/linear_attention.h.
+        shared: dense tensors that all sequences share, likewise.
+        rows: int64 `[B]`, dense: the blocks of the states, or None where sequence b has block b.
+        numbers: places, addresses and strides of further tensors, for each three numbers.
 
     Raises:
         MemoryError: if the kernel finds no memory for its working space.
+        IndexError: if one of the rows is no block; then nothing has been written.
     """
-    sizes = (ctypes.c_int64 * len(shape))(*shape)
-    numbers = [None if x is None else x.data_ptr() for x in tensors]
-    last = numbers.pop() or 0
-    numbers += [last + 4 * offset for offset in offsets]
-    addresses = (ctypes.c_void_p * len(numbers))(*numbers)
-    arguments = () if scaling is None else (ctypes.c_float(scaling),)
-    if getattr(library(), name)(sizes, addresses, *arguments):
+    described = list(numbers)
+    for place, x in own:
+        if x is not None:
+            described += (place, x.data_ptr(), x.stride(0) * x.element_size())
+    for place, x in shared:
+        if x is not None:
+            described += (place, x.data_ptr(), 0)
+    sizes = struct.pack("=14qd", len(described) // 3, *shape, scaling)
+    addresses = (ctypes.c_int64 * len(described))(*described)
+    problem = getattr(library(), name)(sizes, addresses, None if rows is None else rows.data_ptr())
+    if problem == 2 and rows is not None:
+        raise IndexError(f"`rows` = {rows.tolist()} has a number that is none of the {shape[1]} blocks of the state.")
+    if problem:
         raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")
 
 

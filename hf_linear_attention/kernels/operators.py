@@ -25,6 +25,7 @@ from ..torch_kernels.causal import gradients_with_graph
 from .checks import (
     check_attention,
     check_axes,
+    check_blocks,
     check_heads,
     check_needed,
     check_results,
@@ -32,6 +33,10 @@ from .checks import (
 )
 from .cpu import (
     FLOAT32,
+    STEP_DECAY,
+    STEP_FAR,
+    STEP_NEW,
+    STEP_SUMS,
     attend,
     differentiate,
     in_large_pages,
@@ -327,39 +332,53 @@ def gradient_of_map(grad: Tensor, x: Tensor) -> Tensor:
     return grad.flatten(1, 2).sum(0).sum_to_size(x.shape).to(x.dtype)
 
 
-def _attention_step(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
-) -> tuple[Tensor, Tensor]:
+def _attention_step(*given: Any) -> tuple[Tensor, Tensor]:
     """One new token of `torch_kernels.attention.kernel_attention`, without gradients."""
+    new_state = given[3].new_empty(given[3].shape)
+    return _run_attention_step(*given, None, new_state), new_state
+
+
+def _attention_step_(*given: Any) -> Tensor:
+    """`_attention_step` in the blocks `rows` of `state`."""
+    check_blocks(given[3])
+    return _run_attention_step(*given, given[3])
+
+
+def _run_attention_step(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool,
+    rows: Tensor | None, new_state: Tensor,
+) -> Tensor:  # fmt: skip
+    """Write the new state, and return the output."""
     function = EXP if log_features else PLAIN
-    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, function, True)
+    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, function, True, rows)
     if query.shape[2] != 1:
         raise ValueError(f"Got {query.shape[2]} tokens; a step has one.")
     refuse_without_library(query, key, value)
-    query, key, value = (with_dtype(x, torch.float32) for x in (query, key, value))
-    output, new_state = _fake_attention_step(query, key, value, state, log_decay, log_features)
-    query, key, value, state = (x.contiguous() for x in (query, key, value, state))
+    if not log_features and log_decay is not None:
+        raise NotImplementedError(
+            "C has no step for plain features with a decay; use `torch_kernels.attention.kernel_attention`."
+        )
     (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
-    if not log_features:
-        if log_decay is not None:
-            raise NotImplementedError(
-                "C has no step for plain features with a decay; use `torch_kernels.attention.kernel_attention`."
-            )
-        addresses = [x.data_ptr() for x in (query, key, value, state, output, new_state)]
-        library().plain_step(*addresses, batch * kv_heads, heads // kv_heads, features, width)
-        return output, new_state
-    size = query.new_empty(batch, heads)
+    tokens = [with_dtype(x, torch.float32).contiguous() for x in (query, key, value)]
+    output = _fake_attention_step_(query, key, value, state)
+    size = output.new_empty(batch, heads) if log_features else None
     log_decay = None if log_decay is None else log_decay.float().contiguous()
-    shape = (batch, kv_heads, heads // kv_heads, 0, 0, 0, features, width, EXP, 4, 4, 4)
-    given = (None, None, value, None, None, query, key, *[None] * 4, log_decay, state, *[None] * 9)
-    run_step("log_step", shape, (*given, new_state, *[None] * 10, output, size))
-    return output, new_state
+    state = state.contiguous() if rows is None else state
+    shape = (batch, state.shape[0], kv_heads, heads // kv_heads, 0, 0, 0, features, width, function, 4, 4, 4)
+    own = (*enumerate(tokens), (STEP_FAR, output), (STEP_FAR + 1, size), (STEP_SUMS, state), (STEP_NEW, new_state))
+    rows = None if rows is None else rows.contiguous()
+    run_step("attention_step", shape, own, [(STEP_DECAY, log_decay)], rows=rows)
+    return output
 
 
 def _fake_attention_step(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
 ) -> tuple[Tensor, Tensor]:
-    return state.new_empty(*query.shape[:3], value.shape[-1]), state.new_empty(state.shape)
+    return _fake_attention_step_(query, key, value, state), state.new_empty(state.shape)
+
+
+def _fake_attention_step_(query: Tensor, key: Tensor, value: Tensor, state: Tensor, *others: Any) -> Tensor:
+    return state.new_empty(*query.shape[:3], value.shape[-1])
 
 
 def with_rows(x: Tensor) -> Tensor:
@@ -405,18 +424,30 @@ def attention(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
 
 
 def attention_step(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    log_decay: Tensor | None,
+    log_features: bool,
+    rows: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
-    """The operator `attention_step` where C takes these tensors; None leaves checked arguments to torch.
+    """The operator `attention_step` or `attention_step_` where C takes these tensors; None leaves them to torch.
+
+    Args:
+        rows: None, or int64 `[B]`: the blocks of `state` that are read and written.
 
     Raises:
         ValueError: if the shapes, dtypes or devices do not match.
+        IndexError: if one of the rows is no block.
     """
+    given = (query, key, value, state, log_decay, log_features)
     if (log_features or log_decay is None) and takes_step(query, key, value, state):
-        step = without_dispatcher(OPERATORS.attention_step, _attention_step)
-        return step(query, key, value, state, log_decay, log_features)
+        if rows is None:
+            return without_dispatcher(OPERATORS.attention_step, _attention_step)(*given)
+        return without_dispatcher(OPERATORS.attention_step_, _attention_step_)(*given, rows), state
     function = EXP if log_features else PLAIN
-    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, function, True)
+    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, function, True, rows)
     return None
 
 
@@ -509,6 +540,12 @@ OPERATORS_OF_ATTENTION = {
         "-> (Tensor, Tensor)",
         _attention_step,
         _fake_attention_step,
+    ),
+    "attention_step_": Operator(
+        "(Tensor query, Tensor key, Tensor value, Tensor(a!) state, Tensor? log_decay, bool log_features, Tensor rows) "
+        "-> Tensor",
+        _attention_step_,
+        _fake_attention_step_,
     ),
     "elu_plus_one": Operator("(Tensor x) -> Tensor", _elu_plus_one, _fake_elu_plus_one),
     "slot_attention": Operator(
