@@ -118,28 +118,22 @@ enum {
     DELTA_TENSORS
 };
 
-/* One token after others, of `batch` sequences, from a list of `tensors`. With `rows`, the state of sequence i is block
-   rows[i] of the states, which have `blocks` of them. In delta_step `key_dim` is how many numbers a log decay has (1,
-   or one per feature), and `map` whether a token erases. */
+/* One token after others, of `batch` sequences. With `rows`, the state of sequence i is block rows[i] of the states,
+   which have `blocks` of them. In delta_step `key_dim` is how many numbers a log decay has (1, or one per feature), and
+   `map` whether a token erases. */
 typedef struct {
-    int64_t tensors, batch, blocks, heads, groups, window, sinks, key_dim, features, width, map;
+    int64_t batch, blocks, heads, groups, window, sinks, key_dim, features, width, map;
     int64_t query_bytes, key_bytes, value_bytes;
     double scaling;
 } step_sizes;
 
-/* What belongs to one sequence, or is one block of states, is dense; the next one is `stride` bytes further on. What
-   all sequences share has stride 0. */
-typedef struct {
-    int64_t place;
-    char *data;
-    int64_t stride;
-} step_tensor;
-
-/* Places of the tensors of a step. attention_step and delta_step have STEP_QUERY, STEP_KEY (both features), STEP_VALUE,
-   STEP_DECAY (of delta_step: per sequence), STEP_BETA, STEP_FAR, STEP_FAR_SIZE, STEP_SUMS and STEP_NEW. STEP_FAR_QUERY
-   and STEP_FAR_KEY are rows for the feature map, in float32; where they are missing it sees the query and the key that
-   leaves the window. What follows STEP_SUMS are states: up to STEP_WINDOW_POSITION in the order of `HybridState` (which
-   may have no positions), from STEP_NEW on the new one likewise, which may lie where the old one does. */
+/* Addresses of a step, and how many bytes further on each has the next sequence or the next block of states; both are
+   dense in themselves, and what all sequences share has stride 0. attention_step and delta_step have STEP_QUERY and
+   STEP_KEY (features, or exponents), STEP_VALUE, STEP_DECAY (of delta_step: per sequence), STEP_BETA, STEP_FAR,
+   STEP_FAR_SIZE, STEP_SUMS and STEP_NEW. In hybrid_step STEP_FAR_QUERY and STEP_FAR_KEY are rows for the feature map,
+   in float32; where they are missing it sees the query and the key that leaves the window. What follows STEP_SUMS are
+   states: up to STEP_WINDOW_POSITION in the order of `HybridState` (which may have no positions), from STEP_NEW on the
+   new one likewise, which may lie where the old one does. */
 enum {
     STEP_QUERY,
     STEP_KEY,
@@ -173,7 +167,7 @@ enum {
     STEP_TENSORS = STEP_NEW + 8
 };
 
-/* ABI_VERSION and what a caller must lay out alike: the sizes of the four structs and of the five lists. */
+/* ABI_VERSION and what a caller must lay out alike: the sizes of the three structs and of the five lists. */
 EXPORT void abi(int64_t *numbers);
 /* The best of the instruction sets that this library is built for and this processor has: 0 base, 1 avx2, 2 avx512. */
 EXPORT int64_t best_instruction_set(void);
@@ -187,9 +181,9 @@ EXPORT int slots_forward(const sizes *s, const tensor *x);
 EXPORT int delta_forward(const sizes *s, const tensor *x);
 EXPORT int delta_backward(const sizes *s, const tensor *x);
 /* These also return 2 for a row that is no block, and have then written nothing. */
-EXPORT int attention_step(const step_sizes *n, const step_tensor *x, const int64_t *rows);
-EXPORT int delta_step(const step_sizes *n, const step_tensor *x, const int64_t *rows);
-EXPORT int hybrid_step(const step_sizes *n, const step_tensor *x, const int64_t *rows);
+EXPORT int attention_step(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows);
+EXPORT int delta_step(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows);
+EXPORT int hybrid_step(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows);
 
 EXPORT void elu_plus_one(const float *x, float *out, int64_t count);
 

@@ -6,20 +6,18 @@
    of the window goes to the far sums, the new token takes the newest. Every other function sees one sequence. */
 #include "blocks.h"
 
-/* Calls `step` for every sequence, with its addresses by place and with memory for `floats` numbers. */
-static int step_sequences(const step_sizes *n, const step_tensor *x, const int64_t *rows, int64_t floats,
-                          void (*step)(const step_sizes *n, char **here, float *space)) {
-    char *here[STEP_TENSORS] = {0};
+/* Calls `step` for every sequence, with its addresses and with memory for `floats` numbers. */
+static int step_sequences(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows, int64_t floats,
+                          void (*step)(const step_sizes *n, char **x, float *space)) {
+    char *own[STEP_TENSORS];
     for (int64_t i = 0; rows && i < n->batch; i++)
         if (rows[i] < 0 || rows[i] >= n->blocks) return 2;
     float *space = malloc(4 * (floats + 1)); /* not of 0 bytes */
     if (!space) return 1;
     for (int64_t i = 0; i < n->batch; i++) {
-        for (int64_t j = 0; j < n->tensors; j++) {
-            int64_t number = rows && x[j].place >= STEP_SUMS ? rows[i] : i;
-            here[x[j].place] = x[j].data ? x[j].data + number * x[j].stride : NULL;
-        }
-        step(n, here, space);
+        for (int64_t j = 0; j < STEP_TENSORS; j++)
+            own[j] = x[j] ? x[j] + (rows && j >= STEP_SUMS ? rows[i] : i) * strides[j] : NULL;
+        step(n, own, space);
     }
     free(space);
     return 0;
@@ -218,8 +216,8 @@ static void step_features(const step_sizes *n, char **x, float *space) {
                    query + head * n->groups * n->features, space);
 }
 
-int attention_step(const step_sizes *n, const step_tensor *x, const int64_t *rows) {
-    return step_sequences(n, x, rows, 4 * n->features, step_features);
+int attention_step(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows) {
+    return step_sequences(n, x, strides, rows, 4 * n->features, step_features);
 }
 
 #define STRIP (8 * LANES) /* columns of which two rows of sums stay in registers */
@@ -287,8 +285,8 @@ static void step_delta(const step_sizes *n, char **x, float *fade) {
     }
 }
 
-int delta_step(const step_sizes *n, const step_tensor *x, const int64_t *rows) {
-    return step_sequences(n, x, rows, n->features, step_delta);
+int delta_step(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows) {
+    return step_sequences(n, x, strides, rows, n->features, step_delta);
 }
 
 /* out += `weights [count]` times as many values from row `first` on */
@@ -374,7 +372,7 @@ static void step_hybrid(const step_sizes *n, char **x, float *exponents) {
     }
 }
 
-int hybrid_step(const step_sizes *n, const step_tensor *x, const int64_t *rows) {
+int hybrid_step(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows) {
     int64_t floats = (5 + n->groups) * n->features + n->groups * (n->window + n->sinks);
-    return step_sequences(n, x, rows, floats, step_hybrid);
+    return step_sequences(n, x, strides, rows, floats, step_hybrid);
 }

@@ -26,7 +26,7 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ BACKENDS = ("auto", "torch")
 INSTRUCTION_SETS = ("base", "avx2", "avx512")
 SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 # The interface of csrc/linear_attention.h: its version, the bytes of its structs, and the lengths of its lists.
-ABI = (5, 48, 120, 120, 24, 32, 23, 5, 36, 16)
+ABI = (5, 48, 120, 112, 32, 23, 5, 36, 16)
 INSTALL = "install the package from its source, with `pip install .`, on a machine with a C compiler (gcc or clang)"
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 READABLE_DTYPES = (*NATIVE_DTYPES, torch.bool)
@@ -64,8 +64,8 @@ OF_QUERIES = (
     *(place for start in (QUERY_MAP, GRAD_QUERY_MAP) for place in range(start, start + 3)),
 )
 SHARED = (GRAD_KEY, GRAD_VALUE, GRAD_DECAY, *range(GRAD_KEY_MAP, GRAD_QUERY_MAP), GRAD_FIRST_STATE)
-# Places of the tensors of a step; the tokens begin at 0.
-STEP_SHARED, STEP_DECAY, STEP_BETA, STEP_NEAR, STEP_FAR, STEP_SUMS, STEP_NEW = 7, 11, 14, 15, 18, 20, 28
+# Of the list of a step: how many tensors it has; the places of those that every step may have; where a state begins.
+STEP_TENSORS, STEP_DECAY, STEP_BETA, STEP_FAR, STEP_SUMS, STEP_NEW = 36, 11, 14, 18, 20, 28
 # The columns that rotary tables turn, in a call without tables; see `run_attention`.
 NOT_TURNED = (0, 0, 0, 0)
 # In bytes: glibc requests allocations of this size from the system at every call.
@@ -169,7 +169,7 @@ def load(path: Path) -> Any:
     loaded.elu_plus_one.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
     loaded.elu_plus_one.restype = None
     for name in ("attention_step", "delta_step", "hybrid_step"):
-        getattr(loaded, name).argtypes = [ctypes.c_void_p] * 3
+        getattr(loaded, name).argtypes = [ctypes.c_void_p] * 4
     return loaded
 
 
@@ -336,43 +336,53 @@ def _call(
 
 
 def run_step(
-    name: str,
-    shape: Sequence[int],
-    own: Iterable[tuple[int, Tensor | None]],
-    shared: Iterable[tuple[int, Tensor | None]] = (),
-    *,
-    rows: Tensor | None = None,
-    numbers: Sequence[int] = (),
-    scaling: float = 0.0,
+    name: str, shape: Sequence[int], addresses: Sequence[int], strides: bytes, rows: Tensor | None, scaling: float = 0.0
 ) -> None:
-    """Call `attention_step`, `delta_step` or `hybrid_step`.
+    """Call `attention_step`, `delta_step` or `hybrid_step`; the caller keeps the tensors at these `addresses`.
 
     Args:
-        shape: the sizes of csrc/linear_attention.h from `batch` to `value_bytes`.
-        own: what each sequence has for itself, which must be dense, and the states, each block of which must be dense,
-            with their places in the list of csrc/linear_attention.h.
-        shared: dense tensors that all sequences share, likewise.
+        shape: the sizes of csrc/linear_attention.h.
+        addresses: `STEP_TENSORS` in the order of csrc/linear_attention.h, 0 for a tensor that is missing.
+        strides: as many numbers, packed.
         rows: int64 `[B]`, dense: the blocks of the states, or None where sequence b has block b.
-        numbers: places, addresses and strides of further tensors, for each three numbers.
 
     Raises:
         MemoryError: if the kernel finds no memory for its working space.
         IndexError: if one of the rows is no block; then nothing has been written.
     """
-    described = list(numbers)
-    for place, x in own:
-        if x is not None:
-            described += (place, x.data_ptr(), x.stride(0) * x.element_size())
-    for place, x in shared:
-        if x is not None:
-            described += (place, x.data_ptr(), 0)
-    sizes = struct.pack("=14qd", len(described) // 3, *shape, scaling)
-    addresses = (ctypes.c_int64 * len(described))(*described)
-    problem = getattr(library(), name)(sizes, addresses, None if rows is None else rows.data_ptr())
+    sizes, numbers = struct.pack("=13qd", *shape, scaling), struct.pack(f"={STEP_TENSORS}q", *addresses)
+    problem = getattr(library(), name)(sizes, numbers, strides, None if rows is None else rows.data_ptr())
     if problem == 2 and rows is not None:
         raise IndexError(f"`rows` = {rows.tolist()} has a number that is none of the {shape[1]} blocks of the state.")
     if problem:
         raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")
+
+
+def run_short_step(
+    name: str, shape: Sequence[int], tensors: Mapping[int, Tensor | None], rows: Tensor | None, decays: int = 0
+) -> None:
+    """`run_step` for the float32 `tensors` of `attention_step` or `delta_step`, by their places.
+
+    Each must be dense, and of the states each block. With `decays`, every sequence has as many of its own per head.
+    """
+    addresses = [0] * STEP_TENSORS
+    for place, x in tensors.items():
+        if x is not None:
+            addresses[place] = x.data_ptr()
+    states: Any = tensors[STEP_SUMS], tensors[STEP_NEW]
+    _, _, kv_heads, groups, _, _, _, features, width, *_ = shape
+    strides = _short_strides(kv_heads, groups, features, width, decays, *(x.stride(0) for x in states))
+    run_step(name, shape, addresses, strides, rows)
+
+
+@functools.lru_cache
+def _short_strides(kv_heads: int, groups: int, features: int, width: int, decays: int, old: int, new: int) -> bytes:
+    heads, numbers = kv_heads * groups, [0] * STEP_TENSORS
+    numbers[:3] = heads * features, kv_heads * features, kv_heads * width
+    numbers[STEP_DECAY], numbers[STEP_BETA] = kv_heads * decays, kv_heads
+    numbers[STEP_FAR : STEP_FAR + 2] = heads * width, heads
+    numbers[STEP_SUMS], numbers[STEP_NEW] = old, new
+    return struct.pack(f"={STEP_TENSORS}q", *(4 * number for number in numbers))
 
 
 def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:

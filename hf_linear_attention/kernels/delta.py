@@ -37,7 +37,7 @@ from .cpu import (
     in_large_pages,
     refuse_without_library,
     run_attention,
-    run_step,
+    run_short_step,
     takes_attention,
     takes_step,
     without_dispatcher,
@@ -262,14 +262,16 @@ def _run_delta_step(
     if query.shape[2] != 1:
         raise ValueError(f"Got {query.shape[2]} tokens; a step has one.")
     refuse_without_library(query, key, value)
-    *tokens, decays, betas = (with_dtype(x, torch.float32).contiguous() for x in (query, key, value, log_decay, beta))
-    output = _fake_delta_step_(query, key, value, log_decay, beta, state)
+    given = (query, key, value, log_decay, beta)
+    query, key, value, log_decay, beta = (with_dtype(x, torch.float32).contiguous() for x in given)
+    output = _fake_delta_step_(*given, state)
     state = state.contiguous() if rows is None else state
     (batch, kv_heads, _, features), count = key.shape, 1 if log_decay.ndim == 3 else key.shape[3]
     shape = (batch, state.shape[0], kv_heads, query.shape[1] // kv_heads, 0, 0, count, features, value.shape[3])
-    others = ((STEP_DECAY, decays), (STEP_BETA, betas), (STEP_FAR, output), (STEP_SUMS, state), (STEP_NEW, new_state))
+    tensors: dict[int, Tensor | None] = {0: query, 1: key, 2: value, STEP_DECAY: log_decay, STEP_BETA: beta}
+    tensors |= {STEP_FAR: output, STEP_SUMS: state, STEP_NEW: new_state}
     rows = None if rows is None else rows.contiguous()
-    run_step("delta_step", (*shape, erases, 4, 4, 4), (*enumerate(tokens), *others), rows=rows)
+    run_short_step("delta_step", (*shape, erases, 4, 4, 4), tensors, rows, count)
     return output
 
 

@@ -15,6 +15,8 @@ head dimension of the values, s sinks, w tokens of a window, R pairs of columns 
 
 from __future__ import annotations
 
+import functools
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -48,10 +50,7 @@ from .checks import (
     check_shape,
 )
 from .cpu import (
-    STEP_NEAR,
-    STEP_NEW,
-    STEP_SHARED,
-    STEP_SUMS,
+    STEP_TENSORS,
     attend,
     differentiate,
     in_large_pages,
@@ -319,15 +318,32 @@ def _run_hybrid_step(given: Sequence[Any], new_state: Sequence[Tensor], rows: Te
     )
     numbers = (query, key, value, sink_query, *given[4:STEP_STATE], log_scale, norm_weight)
     dense = [x if x is None or x.is_contiguous() else x.contiguous() for x in numbers]
-    parts = _fake_hybrid_step_(*given)
-    address, described = parts.data_ptr(), []
-    for place, columns in enumerate((width, 1, 1, width, 1), STEP_NEAR):
-        described += (place, address, 4 * heads * columns)
-        address += 4 * batch * heads * columns
-    own = (*enumerate(dense[:STEP_SHARED]), *enumerate(state, STEP_SUMS), *enumerate(new_state, STEP_NEW))
-    shared = enumerate(dense[STEP_SHARED:], STEP_SHARED)
-    run_step("hybrid_step", shape, own, shared, rows=rows, numbers=described, scaling=scaling)
+    parts, size = _fake_hybrid_step_(*given), 4 * batch * heads
+    addresses = [0 if x is None else x.data_ptr() for x in dense]
+    addresses += [
+        0,
+        *(parts.data_ptr() + size * columns for columns in (0, width, width + 1, width + 2, 2 * width + 2)),
+    ]
+    positions = [0] * (8 - len(state))
+    for tensors in (state, new_state):
+        addresses += [*(x.data_ptr() for x in tensors), *positions]
+    is_dense = all(x.is_contiguous() for x in state)
+    blocks = None if is_dense else (*(x.stride(0) * x.element_size() for x in state), *positions)
+    run_step("hybrid_step", shape, addresses, _strides(shape[2:], blocks), rows, scaling)
     return parts
+
+
+@functools.lru_cache
+def _strides(shape: tuple[int, ...], blocks: tuple[int, ...] | None) -> bytes:
+    """The strides of `hybrid_step` in bytes, of dense tensors or with these of its state."""
+    kv_heads, groups, window, sinks, dim, features, width, _, query_bytes, key_bytes, value_bytes = shape
+    heads = kv_heads * groups
+    query, key, value = query_bytes * heads * dim, key_bytes * kv_heads * dim, value_bytes * kv_heads * width
+    dense = (4 * kv_heads * features * (width + 2), key * window, value * window, window, key * sinks, value * sinks, 8)
+    states = blocks or (*dense, 4 * window)
+    tokens = (query, key, value, query, 4, 4 * heads * dim, 4 * kv_heads * dim)
+    results = (4 * heads * width, 4 * heads, 4 * heads, 4 * heads * width, 4 * heads)
+    return struct.pack(f"={STEP_TENSORS}q", *tokens, *[0] * 8, *results, *states, *states)
 
 
 def step_parts(parts: Tensor, query: Tensor, key: Tensor, width: int) -> list[Tensor]:

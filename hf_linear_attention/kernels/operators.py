@@ -43,7 +43,7 @@ from .cpu import (
     library,
     refuse_without_library,
     run_attention,
-    run_step,
+    run_short_step,
     takes,
     takes_attention,
     takes_step,
@@ -359,15 +359,15 @@ def _run_attention_step(
             "C has no step for plain features with a decay; use `torch_kernels.attention.kernel_attention`."
         )
     (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
-    tokens = [with_dtype(x, torch.float32).contiguous() for x in (query, key, value)]
+    query, key, value = (with_dtype(x, torch.float32).contiguous() for x in (query, key, value))
     output = _fake_attention_step_(query, key, value, state)
     size = output.new_empty(batch, heads) if log_features else None
     log_decay = None if log_decay is None else log_decay.float().contiguous()
     state = state.contiguous() if rows is None else state
     shape = (batch, state.shape[0], kv_heads, heads // kv_heads, 0, 0, 0, features, width, function, 4, 4, 4)
-    own = (*enumerate(tokens), (STEP_FAR, output), (STEP_FAR + 1, size), (STEP_SUMS, state), (STEP_NEW, new_state))
-    rows = None if rows is None else rows.contiguous()
-    run_step("attention_step", shape, own, [(STEP_DECAY, log_decay)], rows=rows)
+    tensors: dict[int, Tensor | None] = {0: query, 1: key, 2: value, STEP_DECAY: log_decay}
+    tensors |= {STEP_FAR: output, STEP_FAR + 1: size, STEP_SUMS: state, STEP_NEW: new_state}
+    run_short_step("attention_step", shape, tensors, None if rows is None else rows.contiguous())
     return output
 
 
