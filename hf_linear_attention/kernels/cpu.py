@@ -26,7 +26,7 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,8 +64,8 @@ OF_QUERIES = (
     *(place for start in (QUERY_MAP, GRAD_QUERY_MAP) for place in range(start, start + 3)),
 )
 SHARED = (GRAD_KEY, GRAD_VALUE, GRAD_DECAY, *range(GRAD_KEY_MAP, GRAD_QUERY_MAP), GRAD_FIRST_STATE)
-# Of the list of a step: how many tensors it has; the places of those that every step may have; where a state begins.
-STEP_TENSORS, STEP_DECAY, STEP_BETA, STEP_FAR, STEP_SUMS, STEP_NEW = 36, 11, 14, 18, 20, 28
+# The sizes of a step, and a number for every tensor of its list.
+STEP_SIZES, STEP_NUMBERS = struct.Struct("=13qd"), struct.Struct("=36q")
 # The columns that rotary tables turn, in a call without tables; see `run_attention`.
 NOT_TURNED = (0, 0, 0, 0)
 # In bytes: glibc requests allocations of this size from the system at every call.
@@ -342,47 +342,50 @@ def run_step(
 
     Args:
         shape: the sizes of csrc/linear_attention.h.
-        addresses: `STEP_TENSORS` in the order of csrc/linear_attention.h, 0 for a tensor that is missing.
-        strides: as many numbers, packed.
+        addresses: in the order of csrc/linear_attention.h, 0 for a tensor that is missing.
+        strides: as many numbers, packed by `STEP_NUMBERS`.
         rows: int64 `[B]`, dense: the blocks of the states, or None where sequence b has block b.
 
     Raises:
         MemoryError: if the kernel finds no memory for its working space.
         IndexError: if one of the rows is no block; then nothing has been written.
     """
-    sizes, numbers = struct.pack("=13qd", *shape, scaling), struct.pack(f"={STEP_TENSORS}q", *addresses)
-    problem = getattr(library(), name)(sizes, numbers, strides, None if rows is None else rows.data_ptr())
+    numbers = STEP_SIZES.pack(*shape, scaling), STEP_NUMBERS.pack(*addresses), strides
+    problem = getattr(library(), name)(*numbers, None if rows is None else rows.data_ptr())
     if problem == 2 and rows is not None:
         raise IndexError(f"`rows` = {rows.tolist()} has a number that is none of the {shape[1]} blocks of the state.")
     if problem:
         raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")
 
 
-def run_short_step(
-    name: str, shape: Sequence[int], tensors: Mapping[int, Tensor | None], rows: Tensor | None, decays: int = 0
-) -> None:
-    """`run_step` for the float32 `tensors` of `attention_step` or `delta_step`, by their places.
+def run_short_step(name: str, shape: Sequence[int], tensors: Sequence[Any], decays: int, rows: Tensor | None) -> None:
+    """`run_step` for float32 tensors of which each sequence has its own, or a block of states, all of them dense.
 
-    Each must be dense, and of the states each block. With `decays`, every sequence has as many of its own per head.
+    Args:
+        tensors: query, key, value, log decay, beta, output, log size, old and new state; None for what is missing.
+        decays: how many numbers of the log decay each head of a sequence has, or 0 if all sequences share them.
     """
-    addresses = [0] * STEP_TENSORS
-    for place, x in tensors.items():
-        if x is not None:
-            addresses[place] = x.data_ptr()
-    states: Any = tensors[STEP_SUMS], tensors[STEP_NEW]
-    _, _, kv_heads, groups, _, _, _, features, width, *_ = shape
-    strides = _short_strides(kv_heads, groups, features, width, decays, *(x.stride(0) for x in states))
-    run_step(name, shape, addresses, strides, rows)
+    query, key, value, decay, beta, output, size, old, new = (0 if x is None else x.data_ptr() for x in tensors)
+    tokens = (query, key, value, 0, 0, 0, 0, 0, 0, 0, 0, decay, 0, 0, beta, 0, 0, 0, output, size)
+    addresses = (*tokens, old, 0, 0, 0, 0, 0, 0, 0, new, 0, 0, 0, 0, 0, 0, 0)
+    strides = _short_strides(*shape[2:4], *shape[7:9], decays, tensors[7].stride(0), tensors[8].stride(0))
+    run_step(name, shape, addresses, strides, None if rows is None else rows.contiguous())
 
 
 @functools.lru_cache
 def _short_strides(kv_heads: int, groups: int, features: int, width: int, decays: int, old: int, new: int) -> bytes:
-    heads, numbers = kv_heads * groups, [0] * STEP_TENSORS
-    numbers[:3] = heads * features, kv_heads * features, kv_heads * width
-    numbers[STEP_DECAY], numbers[STEP_BETA] = kv_heads * decays, kv_heads
-    numbers[STEP_FAR : STEP_FAR + 2] = heads * width, heads
-    numbers[STEP_SUMS], numbers[STEP_NEW] = old, new
-    return struct.pack(f"={STEP_TENSORS}q", *(4 * number for number in numbers))
+    heads = kv_heads * groups
+    tokens = (heads * features, kv_heads * features, kv_heads * width, *[0] * 8, kv_heads * decays, 0, 0, kv_heads)
+    numbers = (*tokens, 0, 0, 0, heads * width, heads, old, *[0] * 7, new, *[0] * 7)
+    return STEP_NUMBERS.pack(*(4 * number for number in numbers))
+
+
+def step_states(state: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The state that a step reads, and the one that it writes: with rows the same."""
+    if rows is not None:
+        return state, state
+    state = state.contiguous()
+    return state, torch.empty_like(state)
 
 
 def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:

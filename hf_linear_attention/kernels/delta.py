@@ -29,15 +29,11 @@ from .checks import (
     check_state,
 )
 from .cpu import (
-    STEP_BETA,
-    STEP_DECAY,
-    STEP_FAR,
-    STEP_NEW,
-    STEP_SUMS,
     in_large_pages,
     refuse_without_library,
     run_attention,
     run_short_step,
+    step_states,
     takes_attention,
     takes_step,
     without_dispatcher,
@@ -241,38 +237,29 @@ def _differentiate_delta(ctx: Any, grad_output: Tensor | None, grad_state: Tenso
     return *(grad if need and x is not None else None for grad, need, x in zip(grads, needed, inputs)), None
 
 
-def _delta_step(*given: Any) -> tuple[Tensor, Tensor]:
-    """The operator behind `gated_delta` for one token, without gradients; its output is `[B, H, 1, D]`."""
-    new_state = given[5].new_empty(given[5].shape)
-    return _run_delta_step(*given, None, new_state), new_state
-
-
-def _delta_step_(*given: Any) -> Tensor:
-    """`_delta_step` in the blocks `rows` of `state`."""
-    check_blocks(given[5])
-    return _run_delta_step(*given, given[5])
-
-
-def _run_delta_step(
+def _delta_step(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, erases: bool,
-    rows: Tensor | None, new_state: Tensor,
-) -> Tensor:  # fmt: skip
-    """Write the new state, and return the output."""
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The operator behind `gated_delta` for one token, without gradients; its output is `[B, H, 1, D]`."""
     check_delta(query, key, value, log_decay, beta, state, rows)
     if query.shape[2] != 1:
         raise ValueError(f"Got {query.shape[2]} tokens; a step has one.")
     refuse_without_library(query, key, value)
-    given = (query, key, value, log_decay, beta)
-    query, key, value, log_decay, beta = (with_dtype(x, torch.float32).contiguous() for x in given)
-    output = _fake_delta_step_(*given, state)
-    state = state.contiguous() if rows is None else state
+    tokens = [with_dtype(x, torch.float32).contiguous() for x in (query, key, value, log_decay, beta)]
+    output = _fake_delta_step_(*tokens, state)
+    old, new = step_states(state, rows)
     (batch, kv_heads, _, features), count = key.shape, 1 if log_decay.ndim == 3 else key.shape[3]
-    shape = (batch, state.shape[0], kv_heads, query.shape[1] // kv_heads, 0, 0, count, features, value.shape[3])
-    tensors: dict[int, Tensor | None] = {0: query, 1: key, 2: value, STEP_DECAY: log_decay, STEP_BETA: beta}
-    tensors |= {STEP_FAR: output, STEP_SUMS: state, STEP_NEW: new_state}
-    rows = None if rows is None else rows.contiguous()
-    run_short_step("delta_step", (*shape, erases, 4, 4, 4), tensors, rows, count)
-    return output
+    groups, width = query.shape[1] // kv_heads, value.shape[3]
+    shape = (batch, state.shape[0], kv_heads, groups, 0, 0, count, features, width, erases, 4, 4, 4)
+    run_short_step("delta_step", shape, (*tokens, output, None, old, new), count, rows)
+    return output, new
+
+
+def _delta_step_(*given: Any) -> Tensor:
+    """`_delta_step` in the blocks `rows` of the state."""
+    check_blocks(given[5])
+    return _delta_step(*given)[0]
 
 
 def _fake_delta_step(

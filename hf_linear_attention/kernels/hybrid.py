@@ -16,7 +16,6 @@ head dimension of the values, s sinks, w tokens of a window, R pairs of columns 
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -50,7 +49,7 @@ from .checks import (
     check_shape,
 )
 from .cpu import (
-    STEP_TENSORS,
+    STEP_NUMBERS,
     attend,
     differentiate,
     in_large_pages,
@@ -343,7 +342,7 @@ def _strides(shape: tuple[int, ...], blocks: tuple[int, ...] | None) -> bytes:
     states = blocks or (*dense, 4 * window)
     tokens = (query, key, value, query, 4, 4 * heads * dim, 4 * kv_heads * dim)
     results = (4 * heads * width, 4 * heads, 4 * heads, 4 * heads * width, 4 * heads)
-    return struct.pack(f"={STEP_TENSORS}q", *tokens, *[0] * 8, *results, *states, *states)
+    return STEP_NUMBERS.pack(*tokens, *[0] * 8, *results, *states, *states)
 
 
 def step_parts(parts: Tensor, query: Tensor, key: Tensor, width: int) -> list[Tensor]:

@@ -33,10 +33,6 @@ from .checks import (
 )
 from .cpu import (
     FLOAT32,
-    STEP_DECAY,
-    STEP_FAR,
-    STEP_NEW,
-    STEP_SUMS,
     attend,
     differentiate,
     in_large_pages,
@@ -44,6 +40,7 @@ from .cpu import (
     refuse_without_library,
     run_attention,
     run_short_step,
+    step_states,
     takes,
     takes_attention,
     takes_step,
@@ -332,23 +329,11 @@ def gradient_of_map(grad: Tensor, x: Tensor) -> Tensor:
     return grad.flatten(1, 2).sum(0).sum_to_size(x.shape).to(x.dtype)
 
 
-def _attention_step(*given: Any) -> tuple[Tensor, Tensor]:
-    """One new token of `torch_kernels.attention.kernel_attention`, without gradients."""
-    new_state = given[3].new_empty(given[3].shape)
-    return _run_attention_step(*given, None, new_state), new_state
-
-
-def _attention_step_(*given: Any) -> Tensor:
-    """`_attention_step` in the blocks `rows` of `state`."""
-    check_blocks(given[3])
-    return _run_attention_step(*given, given[3])
-
-
-def _run_attention_step(
+def _attention_step(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool,
-    rows: Tensor | None, new_state: Tensor,
-) -> Tensor:  # fmt: skip
-    """Write the new state, and return the output."""
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One new token of `torch_kernels.attention.kernel_attention`, without gradients."""
     function = EXP if log_features else PLAIN
     check_attention(query, key, value, None, log_decay, state, *(None,) * 4, function, True, rows)
     if query.shape[2] != 1:
@@ -358,17 +343,21 @@ def _run_attention_step(
         raise NotImplementedError(
             "C has no step for plain features with a decay; use `torch_kernels.attention.kernel_attention`."
         )
+    tokens = [with_dtype(x, torch.float32).contiguous() for x in (query, key, value)]
+    output = _fake_attention_step_(*tokens, state)
+    old, new = step_states(state, rows)
     (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
-    query, key, value = (with_dtype(x, torch.float32).contiguous() for x in (query, key, value))
-    output = _fake_attention_step_(query, key, value, state)
     size = output.new_empty(batch, heads) if log_features else None
     log_decay = None if log_decay is None else log_decay.float().contiguous()
-    state = state.contiguous() if rows is None else state
     shape = (batch, state.shape[0], kv_heads, heads // kv_heads, 0, 0, 0, features, width, function, 4, 4, 4)
-    tensors: dict[int, Tensor | None] = {0: query, 1: key, 2: value, STEP_DECAY: log_decay}
-    tensors |= {STEP_FAR: output, STEP_FAR + 1: size, STEP_SUMS: state, STEP_NEW: new_state}
-    run_short_step("attention_step", shape, tensors, None if rows is None else rows.contiguous())
-    return output
+    run_short_step("attention_step", shape, (*tokens, log_decay, None, output, size, old, new), 0, rows)
+    return output, new
+
+
+def _attention_step_(*given: Any) -> Tensor:
+    """`_attention_step` in the blocks `rows` of the state."""
+    check_blocks(given[3])
+    return _attention_step(*given)[0]
 
 
 def _fake_attention_step(
