@@ -186,10 +186,13 @@ class AttentionMechanism(MechanismOptions, nn.Module):
 
         Raises:
             ValueError: if there are several tokens or a mask, or the shapes, dtypes or devices do not match.
-            IndexError: on a CPU, if one of the rows is no block.
+            IndexError: on a CPU, if one of the rows is no block. No state has been changed then.
         """
-        if inputs.query.shape[2] != 1 or inputs.key.shape[2] != 1 or inputs.attention_mask is not None:
+        batch, _, length, _ = inputs.query.shape
+        if length != 1 or inputs.key.shape[2] != 1 or inputs.attention_mask is not None:
             raise ValueError("A step in rows has one token per sequence and no mask; use `forward`.")
+        if rows.dtype != torch.int64 or rows.shape != (batch,):
+            raise ValueError(f"`rows` is {rows.dtype} {list(rows.shape)}; it must be int64 [{batch}].")
         output = self._step_in_rows(inputs._replace(in_place=True, rows=rows), states)
         if output is None:
             output, new = self(inputs._replace(in_place=True), tuple(x.index_select(0, rows) for x in states))
