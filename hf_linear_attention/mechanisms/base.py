@@ -170,23 +170,18 @@ class AttentionMechanism(MechanismOptions, nn.Module):
         return self(inputs, state)[1]
 
     def step_in_rows(self, inputs: MechanismInputs, states: State, rows: torch.Tensor) -> torch.Tensor:
-        """One more real token of each of B sequences, whose states are blocks of the tensors of a cache.
+        """One more real token of each of B sequences, whose states stand in a cache: the output `[B, 1, H, W]`.
 
-        The state of sequence b is `x[rows[b]]` of every tensor x of `states`, and is overwritten there; nothing else of
-        them is changed. No branch depends on data, and no device is waited for.
+        No branch depends on data, and no device is waited for.
 
         Args:
-            inputs: of one token per sequence, without a mask.
-            states: the tensors of the state, `[blocks, ...]`, each block dense; the blocks may be apart.
-            rows: int64 `[B]`, all different. Where a block is named more than once, what it holds, and the outputs of
-                its sequences, are undefined.
-
-        Returns:
-            The output `[B, 1, H, W]` in the dtype of the queries.
+            states: the tensors of the state, `[blocks, ...]`; each block is dense, and blocks may be apart. That of
+                sequence b is `x[rows[b]]` of every tensor x, and is overwritten there; no other number changes.
+            rows: int64 `[B]`, all different; a block that is named twice, and what is read there, are undefined.
 
         Raises:
             ValueError: if there are several tokens or a mask, or the shapes, dtypes or devices do not match.
-            IndexError: on a CPU, if one of the rows is no block. No state has been changed then.
+            IndexError: on a CPU, if one of the rows is no block; then no state has changed.
         """
         batch, _, length, _ = inputs.query.shape
         if length != 1 or inputs.key.shape[2] != 1 or inputs.attention_mask is not None:
@@ -201,7 +196,7 @@ class AttentionMechanism(MechanismOptions, nn.Module):
         return output
 
     def _step_in_rows(self, inputs: MechanismInputs, states: State) -> torch.Tensor | None:
-        """`step_in_rows` without copies of the states; None if the mechanism has no such step for these inputs."""
+        """`step_in_rows` where the mechanism can do without copies of the states, else None."""
         return None
 
     def state_layout(self, dtype: torch.dtype, is_causal: bool = True) -> list[tuple[torch.Size, torch.dtype]]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from matrix import SCALING, add_gates, build_mechanism, mechanism_of, move, qkv, rows
 from operators import OPERATORS
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from hf_linear_attention.kernels.cpu import library
 from hf_linear_attention.mechanisms.base import MechanismInputs, Rotary
@@ -149,7 +150,7 @@ def test_the_operators_check_the_rows_themselves():
     "name", ["hybrid", "hybrid-rope", "linear-elu1", "linear-exp", "gated_delta", "window", "performer"]
 )
 def test_a_step_in_rows_beside_the_cpu_waits_for_nothing(name):
-    """As on a GPU, tensors on `meta` are eager and out of reach of C; they have no values to branch on or to wait for."""
+    """As on a GPU, tensors on `meta` are eager and not for C; they have no values to branch on or to wait for."""
     mechanism = mechanism_named(name)
     one = inputs_of(mechanism, torch.bfloat16, LENGTH - 1, LENGTH)
     states, _ = cache_of(mechanism(inputs_of(mechanism, torch.bfloat16, 0, LENGTH - 1))[1])
@@ -159,3 +160,17 @@ def test_a_step_in_rows_beside_the_cpu_waits_for_nothing(name):
     assert (output.device.type, output.dtype, output.shape) == ("meta", torch.bfloat16, (2, 1, 4, 8))
     with pytest.raises(RuntimeError, match="meta"):
         bool(states[0].any())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["hybrid-rope", "linear-exp", "gated_delta", "window"])
+def test_a_step_in_rows_of_fake_tensors(name):
+    mechanism = mechanism_named(name)
+    one = inputs_of(mechanism, torch.float32, LENGTH - 1, LENGTH)
+    states, _ = cache_of(mechanism(inputs_of(mechanism, torch.float32, 0, LENGTH - 1))[1])
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        one = MechanismInputs(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in one))
+        states, places = tuple(map(mode.from_tensor, states)), mode.from_tensor(torch.tensor(PLACES))
+        assert mechanism.step_in_rows(one, states, places).shape == (2, 1, 4, 8)
+        with pytest.raises(DataDependentOutputException):
+            bool(states[0].any())
