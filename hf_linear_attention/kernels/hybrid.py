@@ -126,7 +126,7 @@ def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: Window
     state = old.stored
     # Under autocast, rotary positions make queries and keys float32, whereas values remain bfloat16.
     key, value = with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)
-    far_rows = (None, None)
+    far_rows: Any = (None, None)
     if mechanism.shift is not None:
         far_rows = mechanism.far_rows(query, old if inputs.rows is None else oldest(old, inputs.rows), positions)
     joint, kernel_map = mechanism.mix.kernel_parameters(), mechanism.feature_map.unscaled_map()
@@ -295,8 +295,8 @@ def _hybrid_step(*given: Any) -> list[Tensor]:
 
 def _hybrid_step_(*arguments: Any) -> Tensor:
     """`_hybrid_step` in place, in the blocks `rows` of the state if they are given, else sequence b in block b."""
+    check_hybrid_step(*arguments)
     *given, rows = arguments
-    check_hybrid_step(*given, rows)
     state = given[STEP_STATE]
     check_blocks(*state)
     return _run_hybrid_step(given, state, None if rows is None else rows.contiguous())
