@@ -58,9 +58,9 @@ def inputs_of(mechanism, dtype, start: int, stop: int) -> MechanismInputs:
 
 
 def cache_of(state, places=PLACES):
-    """Tensors with the blocks of these states, which stand apart, and the memory that holds all of them."""
-    memory = [torch.full((BLOCKS, x[0].numel() + 3), UNUSED, dtype=x.dtype) for x in state]
-    blocks = [full[:, :-3].view(BLOCKS, *x.shape[1:]) for full, x in zip(memory, state)]
+    """Tensors with the blocks of these states, which stand apart, and the memory that holds them and one block more."""
+    memory = [torch.full((BLOCKS + 1, x[0].numel() + 3), UNUSED, dtype=x.dtype) for x in state]
+    blocks = [full[:-1, :-3].view(BLOCKS, *x.shape[1:]) for full, x in zip(memory, state)]
     for block, x in zip(blocks, state):
         block.index_copy_(0, torch.tensor(places), x)
     return tuple(blocks), memory
