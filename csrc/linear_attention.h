@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 /* Raised by every change to what stands in this file; kernels/cpu.py computes in torch where it expects another one. */
-#define ABI_VERSION 4
+#define ABI_VERSION 5
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -118,16 +118,22 @@ enum {
     DELTA_TENSORS
 };
 
-/* One token after others, dense tensors. */
+/* One token after others, of `batch` sequences. With `rows`, the state of sequence i is block rows[i] of the states,
+   which have `blocks` of them. In delta_step `key_dim` is how many numbers a log decay has (1, or one per feature), and
+   `map` whether a token erases. */
 typedef struct {
-    int64_t batch, heads, groups, window, sinks, key_dim, features, width, map;
+    int64_t batch, blocks, heads, groups, window, sinks, key_dim, features, width, map;
     int64_t query_bytes, key_bytes, value_bytes;
+    double scaling;
 } step_sizes;
 
-/* Addresses of log_step and hybrid_step. Without weights, STEP_FAR_QUERY and STEP_FAR_KEY are exponents; with weights
-   they are rows for the feature map, in float32, and where they are missing it sees the query and the key that leaves
-   the window. From STEP_SUMS to STEP_WINDOW_POSITION the state in the order of `HybridState` (which may have no
-   positions), from STEP_NEW on the new one likewise. */
+/* Addresses of a step, and how many bytes further on each has the next sequence or the next block of states; both are
+   dense in themselves, and what all sequences share has stride 0. attention_step and delta_step have STEP_QUERY and
+   STEP_KEY (features, or exponents), STEP_VALUE, STEP_DECAY (of delta_step: per sequence), STEP_BETA, STEP_FAR,
+   STEP_FAR_SIZE, STEP_SUMS and STEP_NEW. In hybrid_step STEP_FAR_QUERY and STEP_FAR_KEY are rows for the feature map,
+   in float32; where they are missing it sees the query and the key that leaves the window. What follows STEP_SUMS are
+   states: up to STEP_WINDOW_POSITION in the order of `HybridState` (which may have no positions), from STEP_NEW on the
+   new one likewise, which may lie where the old one does. */
 enum {
     STEP_QUERY,
     STEP_KEY,
@@ -141,6 +147,14 @@ enum {
     STEP_KEY_NORM,
     STEP_QUERY_WEIGHT,
     STEP_DECAY,
+    STEP_LOG_SCALE,
+    STEP_NORM_WEIGHT,
+    STEP_BETA,
+    STEP_NEAR,
+    STEP_NEAR_SIZE,
+    STEP_LARGEST,
+    STEP_FAR,
+    STEP_FAR_SIZE,
     STEP_SUMS,
     STEP_WINDOW_KEY,
     STEP_WINDOW_VALUE,
@@ -149,15 +163,8 @@ enum {
     STEP_SINK_VALUE,
     STEP_SEEN,
     STEP_WINDOW_POSITION,
-    STEP_LOG_SCALE,
-    STEP_NORM_WEIGHT,
     STEP_NEW,
-    STEP_NEAR = STEP_NEW + 8,
-    STEP_NEAR_SIZE,
-    STEP_LARGEST,
-    STEP_FAR,
-    STEP_FAR_SIZE,
-    STEP_TENSORS
+    STEP_TENSORS = STEP_NEW + 8
 };
 
 /* ABI_VERSION and what a caller must lay out alike: the sizes of the three structs and of the five lists. */
@@ -173,17 +180,11 @@ EXPORT int window_backward(const sizes *s, const tensor *x);
 EXPORT int slots_forward(const sizes *s, const tensor *x);
 EXPORT int delta_forward(const sizes *s, const tensor *x);
 EXPORT int delta_backward(const sizes *s, const tensor *x);
-EXPORT int hybrid_step(const step_sizes *n, char **x, float scaling);
-EXPORT int log_step(const step_sizes *n, char **x);
+/* These also return 2 for a row that is no block, and have then written nothing. */
+EXPORT int attention_step(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows);
+EXPORT int delta_step(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows);
+EXPORT int hybrid_step(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows);
 
-/* Query [heads, groups, features], key [heads, features], value [heads, width], states [heads, features, width + 1]. */
-EXPORT void plain_step(const float *query, const float *key, const float *value, const float *state, float *output,
-                       float *new_state, int64_t heads, int64_t groups, int64_t features, int64_t width);
-/* Query [heads, groups, features], key [heads, features], value [heads, width], states [heads, features, width], log
-   decay [heads, decays] with 1 or `features` decays, beta [heads]. */
-EXPORT void delta_step(const float *query, const float *key, const float *value, const float *decay, const float *beta,
-                       const float *state, float *output, float *new_state, int64_t heads, int64_t groups,
-                       int64_t features, int64_t width, int64_t decays, int64_t erases);
 EXPORT void elu_plus_one(const float *x, float *out, int64_t count);
 
 #endif

@@ -1,10 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A step of one token after others: at this size every call of torch costs more than the sums.
 
-   `plain_step` has plain features, `log_step` exponents. `hybrid_step` is `HybridAttention._attend_back` for one real
-   token without ALiBi: the oldest place of the window goes to the far sums, the new token takes the newest. The new
-   states may lie where the old ones do. */
+   `attention_step` has plain features or exponents. `delta_step` reads its state twice, once for S^T k and S^T q and
+   once to write it. `hybrid_step` is `HybridAttention._attend_back` for one real token without ALiBi: the oldest place
+   of the window goes to the far sums, the new token takes the newest. Every other function sees one sequence. */
 #include "blocks.h"
+
+/* Calls `step` for every sequence, with its addresses and with memory for `floats` numbers. */
+static int step_sequences(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows, int64_t floats,
+                          void (*step)(const step_sizes *n, char **x, float *space)) {
+    char *own[STEP_TENSORS];
+    for (int64_t i = 0; rows && i < n->batch; i++)
+        if (rows[i] < 0 || rows[i] >= n->blocks) return 2;
+    float *space = malloc(4 * (floats + 1)); /* not of 0 bytes */
+    if (!space) return 1;
+    for (int64_t i = 0; i < n->batch; i++) {
+        for (int64_t j = 0; j < STEP_TENSORS; j++)
+            own[j] = x[j] ? x[j] + (rows && j >= STEP_SUMS ? rows[i] : i) * strides[j] : NULL;
+        step(n, own, space);
+    }
+    free(space);
+    return 0;
+}
+
+INLINE float dot(const float *a, const float *b, int64_t n) {
+    float sum = 0;
+    for (int64_t j = 0; j < n; j++) sum += a[j] * b[j];
+    return sum;
+}
 
 INLINE vector unaligned(const float *x) {
     vector y;
@@ -32,19 +55,19 @@ static void add_weighted(float *out, const float *rows, int64_t stride, const fl
         if (weights[t]) add_scaled(out + first, rows + t * stride + first, weights[t], columns - first);
 }
 
-void plain_step(const float *query, const float *key, const float *value, const float *state, float *output,
-                float *new_state, int64_t heads, int64_t groups, int64_t features, int64_t width) {
-    int64_t row = width + 1;
-    for (int64_t head = 0; head < heads; head++) {
-        const float *k = key + head * features, *v = value + head * width, *old = state + head * features * row;
-        float *new = new_state + head *features *row;
+static void plain_step(const step_sizes *n, char **x) {
+    int64_t features = n->features, width = n->width, row = width + 1;
+    for (int64_t head = 0; head < n->heads; head++) {
+        const float *k = (float *)x[STEP_KEY] + head * features, *v = (float *)x[STEP_VALUE] + head * width;
+        const float *old = (float *)x[STEP_SUMS] + head * features * row;
+        float *new = (float *)x[STEP_NEW] + head *features *row;
         for (int64_t j = 0; j < features; j++) {
             for (int64_t i = 0; i < width; i++) new[j * row + i] = old[j * row + i] + k[j] * v[i];
             new[j * row + width] = old[j * row + width] + k[j];
         }
-        for (int64_t group = head * groups; group < (head + 1) * groups; group++) {
-            const float *q = query + group * features;
-            float *out = output + group * width, total = 0;
+        for (int64_t group = head * n->groups; group < (head + 1) * n->groups; group++) {
+            const float *q = (float *)x[STEP_QUERY] + group * features;
+            float *out = (float *)x[STEP_FAR] + group * width, total = 0;
             memset(out, 0, sizeof(float) * width);
             add_weighted(out, new, row, q, features, width);
             for (int64_t j = 0; j < features; j++) total += q[j] * new[j * row + width];
@@ -65,12 +88,6 @@ INLINE const float *row_as_floats(const char *x, int64_t i, int64_t n, int64_t b
         space[j] = y.value;
     }
     return space;
-}
-
-INLINE float dot(const float *a, const float *b, int64_t n) {
-    float sum = 0;
-    for (int64_t j = 0; j < n; j++) sum += a[j] * b[j];
-    return sum;
 }
 
 /* x = exp(x) for x <= 0, nan where it is nan */
@@ -134,22 +151,22 @@ static void map_row(const step_sizes *n, float *out, const float *row, float roo
 }
 
 /* The exponents of the key that leaves the window, if `is_far`, and behind them those of the queries of this head. */
-static void map_rows(const step_sizes *n, char **x, int64_t head, int is_far, float scaling, float *out, float *space) {
-    int64_t kv_head = head % n->heads, d = n->key_dim, f = n->features, columns = n->map == HEDGEHOG ? f / 2 : f;
-    float root = __builtin_sqrtf(scaling), row_space[d];
+static void map_rows(const step_sizes *n, char **x, int64_t head, int is_far, float *out, float *space) {
+    int64_t d = n->key_dim, f = n->features, columns = n->map == HEDGEHOG ? f / 2 : f;
+    float root = __builtin_sqrtf(n->scaling), row_space[d];
     if (is_far) {
         const float *bias = (const float *)x[STEP_KEY_BIAS], *norm = (const float *)x[STEP_KEY_NORM];
         const float *row = x[STEP_FAR_KEY]
                                ? (const float *)x[STEP_FAR_KEY] + head * d
                                : row_as_floats(x[STEP_WINDOW_KEY], head * n->window, d, n->key_bytes, row_space);
-        map_row(n, out, row, root, (const float *)x[STEP_KEY_WEIGHT] + kv_head * d * columns,
-                bias ? bias + kv_head * f : NULL, norm ? norm[kv_head] : 0, space);
+        map_row(n, out, row, root, (const float *)x[STEP_KEY_WEIGHT] + head * d * columns,
+                bias ? bias + head * f : NULL, norm ? norm[head] : 0, space);
     }
     for (int64_t g = 0; g < n->groups; g++) {
         const float *row = x[STEP_FAR_QUERY]
                                ? (const float *)x[STEP_FAR_QUERY] + (head * n->groups + g) * d
                                : row_as_floats(x[STEP_QUERY], head * n->groups + g, d, n->query_bytes, row_space);
-        const float *weight = (const float *)x[STEP_QUERY_WEIGHT] + (kv_head * n->groups + g) * d * columns;
+        const float *weight = (const float *)x[STEP_QUERY_WEIGHT] + (head * n->groups + g) * d * columns;
         map_row(n, out + (1 + g) * f, row, root, weight, NULL, 0, space);
     }
 }
@@ -162,7 +179,7 @@ static void update_far(const step_sizes *n, char **x, int64_t head, const float 
     const float *old = (const float *)x[STEP_SUMS] + head * features * row;
     float *new = (float *)x[STEP_NEW] + head *features *row;
     float *maximum = space, *keep = maximum + features, *weight = keep + features, *weights = weight + features;
-    float decay = x[STEP_DECAY] && is_far ? ((const float *)x[STEP_DECAY])[head % n->heads] : 0;
+    float decay = x[STEP_DECAY] && is_far ? ((const float *)x[STEP_DECAY])[head] : 0;
     for (int64_t j = 0; j < features; j++) {
         float before = old[j * row + row - 1] + decay;
         maximum[j] = is_far && exponent[j] > before ? exponent[j] : before;
@@ -191,15 +208,85 @@ static void update_far(const step_sizes *n, char **x, int64_t head, const float 
     }
 }
 
-int log_step(const step_sizes *n, char **x) {
-    float *space = malloc(4 * (4 * n->features + 1)); /* not of 0 bytes */
-    if (!space) return 1;
-    const float *key = (const float *)x[STEP_FAR_KEY], *query = (const float *)x[STEP_FAR_QUERY];
-    for (int64_t head = 0; head < n->batch * n->heads; head++)
+static void step_features(const step_sizes *n, char **x, float *space) {
+    const float *key = (const float *)x[STEP_KEY], *query = (const float *)x[STEP_QUERY];
+    if (n->map == PLAIN) plain_step(n, x);
+    for (int64_t head = 0; head < n->heads && n->map != PLAIN; head++)
         update_far(n, x, head, (const float *)x[STEP_VALUE] + head * n->width, 1, key + head * n->features,
                    query + head * n->groups * n->features, space);
-    free(space);
-    return 0;
+}
+
+int attention_step(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows) {
+    return step_sequences(n, x, strides, rows, 4 * n->features, step_features);
+}
+
+#define STRIP (8 * LANES) /* columns of which two rows of sums stay in registers */
+#define AHEAD 6           /* rows that are fetched before they are needed */
+
+typedef struct {
+    const float *fade, *key, *old; /* exp of the log decay per feature, the key, S from this column on */
+    float *new;
+    int64_t features, width, columns;
+} strip;
+
+/* out[columns] = sum_j x_j fade_j S_j, and the same of y; in registers if the number of columns is known */
+INLINE void read_columns(float *out, float *second, const strip *s, const float *x, const float *y, int64_t columns) {
+    float sum[STRIP] = {0}, sum_y[STRIP] = {0};
+    for (int64_t j = 0; j < s->features; j++) {
+        float scale = s->fade[j] * x[j], scale_y = s->fade[j] * y[j];
+        for (int64_t i = 0; i < columns; i += 16) {
+            __builtin_prefetch(s->old + (j + AHEAD) * s->width + i, 0, 2);
+            __builtin_prefetch(s->new + (j + AHEAD) * s->width + i, 1, 2);
+        }
+        for (int64_t i = 0; i < columns; i++) {
+            sum[i] += scale * s->old[j * s->width + i];
+            sum_y[i] += scale_y * s->old[j * s->width + i];
+        }
+    }
+    for (int64_t i = 0; i < columns; i++) out[i] = sum[i], second[i] = sum_y[i];
+}
+
+static void read_strip(float *out, float *second, const strip *s, const float *x, const float *y) {
+    if (s->columns == STRIP)
+        read_columns(out, second, s, x, y, STRIP);
+    else
+        read_columns(out, second, s, x, y, s->columns);
+}
+
+static void write_strip(const strip *s, const float *change) {
+    for (int64_t j = 0; j < s->features; j++)
+        for (int64_t i = 0; i < s->columns; i++)
+            s->new[j * s->width + i] = s->fade[j] * s->old[j * s->width + i] + s->key[j] * change[i];
+}
+
+static void step_delta(const step_sizes *n, char **x, float *fade) {
+    int64_t features = n->features, width = n->width, decays = n->key_dim;
+    float change[STRIP], read[STRIP];
+    for (int64_t head = 0; head < n->heads; head++) {
+        const float *k = (float *)x[STEP_KEY] + head * features, *v = (float *)x[STEP_VALUE] + head * width;
+        const float *decay = (float *)x[STEP_DECAY] + head * decays, beta = ((float *)x[STEP_BETA])[head];
+        const float *old = (float *)x[STEP_SUMS] + head * features * width;
+        float *new = (float *)x[STEP_NEW] + head *features *width;
+        for (int64_t j = 0; j < features; j++) fade[j] = j && decays == 1 ? fade[0] : __builtin_expf(decay[j]);
+        for (int64_t column = 0; column < width; column += STRIP) {
+            int64_t left = width - column;
+            strip s = {fade, k, old + column, new + column, features, width, left < STRIP ? left : STRIP};
+            for (int64_t g = head * n->groups; g < (head + 1) * n->groups; g++) {
+                const float *query = (float *)x[STEP_QUERY] + g * features;
+                float *out = (float *)x[STEP_FAR] + g * width + column, own = dot(query, k, features);
+                read_strip(read, out, &s, k, query);
+                for (int64_t i = 0; i < s.columns; i++) {
+                    change[i] = beta * (v[column + i] - (n->map ? read[i] : 0));
+                    out[i] += own * change[i];
+                }
+            }
+            write_strip(&s, change);
+        }
+    }
+}
+
+int delta_step(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows) {
+    return step_sequences(n, x, strides, rows, n->features, step_delta);
 }
 
 /* out += `weights [count]` times as many values from row `first` on */
@@ -213,13 +300,12 @@ static void add_weighted_values(const step_sizes *n, float *out, const char *val
 }
 
 /* `logits [groups, window + sinks]` is working space. */
-static void attend_near(const step_sizes *n, char **x, int64_t head, float scaling, float *logits) {
+static void attend_near(const step_sizes *n, char **x, int64_t head, float *logits) {
     char **new = x + STEP_NEW;
-    int64_t batch = head / n->heads, window = n->window, count = window + n->sinks, width = n->width;
-    int64_t seen = ((const int64_t *)new[6])[batch];
-    float total, space[n->key_dim], query_space[n->key_dim];
+    int64_t window = n->window, count = window + n->sinks, width = n->width, seen = *(const int64_t *)new[6];
+    float total, scaling = n->scaling, space[n->key_dim], query_space[n->key_dim];
     for (int64_t j = 0; j < count; j++) {
-        int is_sink = j >= window, is_seen = is_sink ? j - window < seen : new[3][batch * window + j] == FAR_LATER;
+        int is_sink = j >= window, is_seen = is_sink ? j - window < seen : new[3][j] == FAR_LATER;
         const float *key = is_sink
                                ? row_as_floats(new[4], head * n->sinks + j - window, n->key_dim, n->key_bytes, space)
                                : row_as_floats(new[1], head * window + j, n->key_dim, n->key_bytes, space);
@@ -242,55 +328,51 @@ static void attend_near(const step_sizes *n, char **x, int64_t head, float scali
 }
 
 /* `JointMix`: the near output of each query becomes that of near and far keys. */
-static void join_far_part(const step_sizes *n, char **x, int64_t head, float scaling) {
+static void join_far_part(const step_sizes *n, char **x, int64_t head) {
     for (int64_t row = head * n->groups; row < (head + 1) * n->groups; row++) {
-        int64_t query_head = row % (n->heads * n->groups);
         float space[n->key_dim], *near = (float *)x[STEP_NEAR] + row * n->width;
         const float *far = (const float *)x[STEP_FAR] + row * n->width;
         const float *query = row_as_floats(x[STEP_QUERY], row, n->key_dim, n->query_bytes, space);
-        float half_norm = scaling / 2 * dot(query, query, n->key_dim);
-        float add = ((float *)x[STEP_LOG_SCALE])[query_head] - ((float *)x[STEP_NORM_WEIGHT])[query_head] * half_norm;
+        float half_norm = (float)n->scaling / 2 * dot(query, query, n->key_dim);
+        float add = ((float *)x[STEP_LOG_SCALE])[row] - ((float *)x[STEP_NORM_WEIGHT])[row] * half_norm;
         float less = ((float *)x[STEP_NEAR_SIZE])[row] - ((float *)x[STEP_FAR_SIZE])[row] - add;
         float share = 1 / (1 + __builtin_expf(less));
         for (int64_t j = 0; j < n->width; j++) near[j] += share * (far[j] - near[j]);
     }
 }
 
-int hybrid_step(const step_sizes *n, char **x, float scaling) {
+static void step_hybrid(const step_sizes *n, char **x, float *exponents) {
     char **new = x + STEP_NEW;
-    float *exponents = malloc(4 * ((5 + n->groups) * n->features + n->groups * (n->window + n->sinks)));
-    if (!exponents) return 1;
     float *far_space = exponents + (1 + n->groups) * n->features, *logits = far_space + 4 * n->features;
     int64_t window = n->window, sinks = n->sinks, key = n->key_dim * n->key_bytes, value = n->width * n->value_bytes;
-    for (int64_t batch = 0; batch < n->batch; batch++) {
-        int64_t seen = ((const int64_t *)x[STEP_SEEN])[batch];
-        int is_far = x[STEP_KIND][batch * window] == FAR_LATER, is_sink = seen < sinks;
-        const char kind = is_sink ? SINK : FAR_LATER;
-        shift_rows(new[3] + batch *window, x[STEP_KIND] + batch * window, &kind, window, 1);
-        ((int64_t *)new[6])[batch] = (int64_t)((uint64_t)seen + 1); /* any number may come from a file */
-        if (new[7])
-            shift_rows(new[7] + batch *window * 4, x[STEP_WINDOW_POSITION] + batch * window * 4,
-                       x[STEP_POSITION] + batch * 4, window, 4);
-        for (int64_t head = batch * n->heads; head < (batch + 1) * n->heads; head++) {
-            const char *new_key = x[STEP_KEY] + head * key, *new_value = x[STEP_VALUE] + head * value;
-            float space[n->width];
-            /* Before the window moves: it may move in place. */
-            map_rows(n, x, head, is_far, scaling, exponents, far_space);
-            update_far(n, x, head, row_as_floats(x[STEP_WINDOW_VALUE], head * window, n->width, n->value_bytes, space),
-                       is_far, exponents, exponents + n->features, far_space);
-            shift_rows(new[1] + head *window *key, x[STEP_WINDOW_KEY] + head * window * key, new_key, window, key);
-            shift_rows(new[2] + head *window *value, x[STEP_WINDOW_VALUE] + head * window * value, new_value, window,
-                       value);
-            copy_rows(new[4] + head *sinks *key, x[STEP_SINK_KEY] + head * sinks * key, sinks * key);
-            copy_rows(new[5] + head *sinks *value, x[STEP_SINK_VALUE] + head * sinks * value, sinks * value);
-            if (is_sink && seen >= 0) {
-                memcpy(new[4] + (head * sinks + seen) * key, new_key, key);
-                memcpy(new[5] + (head * sinks + seen) * value, new_value, value);
-            }
-            attend_near(n, x, head, scaling, logits);
-            if (x[STEP_LOG_SCALE]) join_far_part(n, x, head, scaling);
+    int64_t seen = *(const int64_t *)x[STEP_SEEN];
+    int is_far = *x[STEP_KIND] == FAR_LATER, is_sink = seen < sinks;
+    const char kind = is_sink ? SINK : FAR_LATER;
+    shift_rows(new[3], x[STEP_KIND], &kind, window, 1);
+    *(int64_t *)new[6] = (int64_t)((uint64_t)seen + 1); /* any number may come from a file */
+    if (new[7]) shift_rows(new[7], x[STEP_WINDOW_POSITION], x[STEP_POSITION], window, 4);
+    for (int64_t head = 0; head < n->heads; head++) {
+        const char *new_key = x[STEP_KEY] + head * key, *new_value = x[STEP_VALUE] + head * value;
+        float space[n->width];
+        /* Before the window moves: it may move in place. */
+        map_rows(n, x, head, is_far, exponents, far_space);
+        update_far(n, x, head, row_as_floats(x[STEP_WINDOW_VALUE], head * window, n->width, n->value_bytes, space),
+                   is_far, exponents, exponents + n->features, far_space);
+        shift_rows(new[1] + head *window *key, x[STEP_WINDOW_KEY] + head * window * key, new_key, window, key);
+        shift_rows(new[2] + head *window *value, x[STEP_WINDOW_VALUE] + head * window * value, new_value, window,
+                   value);
+        copy_rows(new[4] + head *sinks *key, x[STEP_SINK_KEY] + head * sinks * key, sinks * key);
+        copy_rows(new[5] + head *sinks *value, x[STEP_SINK_VALUE] + head * sinks * value, sinks * value);
+        if (is_sink && seen >= 0) {
+            memcpy(new[4] + (head * sinks + seen) * key, new_key, key);
+            memcpy(new[5] + (head * sinks + seen) * value, new_value, value);
         }
+        attend_near(n, x, head, logits);
+        if (x[STEP_LOG_SCALE]) join_far_part(n, x, head);
     }
-    free(exponents);
-    return 0;
+}
+
+int hybrid_step(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows) {
+    int64_t floats = (5 + n->groups) * n->features + n->groups * (n->window + n->sinks);
+    return step_sequences(n, x, strides, rows, floats, step_hybrid);
 }

@@ -32,4 +32,4 @@ def register_kernels() -> None:
         "slot_attention": slot_attention,
         "window": window,
     }
-    register_implementations(2, functions)
+    register_implementations(3, functions)

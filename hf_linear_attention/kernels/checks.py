@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..torch_kernels.blocks import EXP, HEDGEHOG, accumulation_dtype
@@ -95,13 +96,16 @@ def check_attention(
     query_weight: Tensor | None,
     function: int,
     is_causal: bool,
+    rows: Tensor | None = None,
 ) -> int:
     """Check the arguments of the operator `attention` (see kernels.operators) and return F, the number of features.
+
+    With `rows`, they are those of `attention_step_`.
 
     Raises:
         ValueError: for the first invalid argument, with the actual and the expected size.
     """
-    batch, heads, kv_heads = check_heads(query, key, value)
+    _, heads, kv_heads = check_heads(query, key, value)
     check_mask(key_mask, key, query)
     if is_causal and query.shape[2] != key.shape[2]:
         raise ValueError(
@@ -134,7 +138,8 @@ def check_attention(
     if log_decay is not None and not is_causal:
         raise ValueError("`log_decay` is for causal attention only; leave it out for bidirectional attention.")
     if state is not None:
-        check_state("state", state, (batch, kv_heads, features, value.shape[3] + 1 + (function >= EXP)), query, value)
+        blocks = check_rows(rows, state, query)
+        check_state("state", state, (blocks, kv_heads, features, value.shape[3] + 1 + (function >= EXP)), query, value)
     return features
 
 
@@ -150,6 +155,36 @@ def check_state(name: str, state: Tensor, shape: tuple[int, ...], query: Tensor,
             f"`{name}` is {state.dtype}; with values of {value.dtype} it must be {accumulation_dtype(value)}, because "
             "sums in a narrower dtype stop growing."
         )
+
+
+def check_rows(rows: Tensor | None, state: Tensor, query: Tensor) -> int:
+    """Check the `rows` of a step and return how many blocks the state must have: B if there are none.
+
+    That each of them is a block, the kernel sees itself.
+
+    Raises:
+        ValueError: if they are not int64 `[B]`.
+    """
+    if rows is None:
+        return query.shape[0]
+    check_shape("rows", rows, (query.shape[0],), like=query)
+    if rows.dtype != torch.int64:
+        raise ValueError(f"`rows` is {rows.dtype}; it must be int64.")
+    return state.shape[0] if state.ndim else 0
+
+
+def check_blocks(*state: Tensor) -> None:
+    """Check a state that is changed in place: every block of its tensors must be dense, with none over another.
+
+    Raises:
+        ValueError: for the first tensor that is not so.
+    """
+    for x in state:
+        if not x.is_contiguous() and not (x[:1].is_contiguous() and x.stride(0) >= x[:1].numel()):
+            raise ValueError(
+                f"`state` has a tensor with strides {tuple(x.stride())}; every block of it must be dense, with none "
+                "over another."
+            )
 
 
 def check_results(query: Tensor, made: Sequence[Tensor], **results: Tensor | None) -> None:

@@ -24,6 +24,7 @@ import itertools
 import logging
 import mmap
 import os
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -44,7 +45,7 @@ BACKENDS = ("auto", "torch")
 INSTRUCTION_SETS = ("base", "avx2", "avx512")
 SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 # The interface of csrc/linear_attention.h: its version, the bytes of its structs, and the lengths of its lists.
-ABI = (4, 48, 120, 96, 32, 23, 5, 35, 16)
+ABI = (5, 48, 120, 112, 32, 23, 5, 36, 16)
 INSTALL = "install the package from its source, with `pip install .`, on a machine with a C compiler (gcc or clang)"
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 READABLE_DTYPES = (*NATIVE_DTYPES, torch.bool)
@@ -63,6 +64,8 @@ OF_QUERIES = (
     *(place for start in (QUERY_MAP, GRAD_QUERY_MAP) for place in range(start, start + 3)),
 )
 SHARED = (GRAD_KEY, GRAD_VALUE, GRAD_DECAY, *range(GRAD_KEY_MAP, GRAD_QUERY_MAP), GRAD_FIRST_STATE)
+# The sizes of a step, and a number for every tensor of its list.
+STEP_SIZES, STEP_NUMBERS = struct.Struct("=13qd"), struct.Struct("=36q")
 # The columns that rotary tables turn, in a call without tables; see `run_attention`.
 NOT_TURNED = (0, 0, 0, 0)
 # In bytes: glibc requests allocations of this size from the system at every call.
@@ -163,10 +166,10 @@ def load(path: Path) -> Any:
             "that this code comes from."
         )
     loaded.best_instruction_set.restype = ctypes.c_int64
-    loaded.plain_step.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 4
     loaded.elu_plus_one.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
-    loaded.delta_step.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 6
-    loaded.plain_step.restype = loaded.elu_plus_one.restype = loaded.delta_step.restype = None
+    loaded.elu_plus_one.restype = None
+    for name in ("attention_step", "delta_step", "hybrid_step"):
+        getattr(loaded, name).argtypes = [ctypes.c_void_p] * 4
     return loaded
 
 
@@ -333,27 +336,56 @@ def _call(
 
 
 def run_step(
-    name: str,
-    shape: Sequence[int],
-    tensors: Sequence[torch.Tensor | None],
-    scaling: float | None = None,
-    offsets: Sequence[int] = (0,),
+    name: str, shape: Sequence[int], addresses: Sequence[int], strides: bytes, rows: Tensor | None, scaling: float = 0.0
 ) -> None:
-    """Call `log_step` or `hybrid_step` with dense tensors in the order of csrc/linear_attention.h.
+    """Call `attention_step`, `delta_step` or `hybrid_step`; the caller keeps the tensors at these `addresses`.
 
-    The last tensor has room for several results, which begin at these `offsets`, in units of 4 bytes.
+    Args:
+        shape: the sizes of csrc/linear_attention.h.
+        addresses: in the order of csrc/linear_attention.h, 0 for a tensor that is missing.
+        strides: as many numbers, packed by `STEP_NUMBERS`.
+        rows: int64 `[B]`, dense: the blocks of the states, or None where sequence b has block b.
 
     Raises:
         MemoryError: if the kernel finds no memory for its working space.
+        IndexError: if one of the rows is no block; then nothing has been written.
     """
-    sizes = (ctypes.c_int64 * len(shape))(*shape)
-    numbers = [None if x is None else x.data_ptr() for x in tensors]
-    last = numbers.pop() or 0
-    numbers += [last + 4 * offset for offset in offsets]
-    addresses = (ctypes.c_void_p * len(numbers))(*numbers)
-    arguments = () if scaling is None else (ctypes.c_float(scaling),)
-    if getattr(library(), name)(sizes, addresses, *arguments):
+    numbers = STEP_SIZES.pack(*shape, scaling), STEP_NUMBERS.pack(*addresses), strides
+    problem = getattr(library(), name)(*numbers, None if rows is None else rows.data_ptr())
+    if problem == 2 and rows is not None:
+        raise IndexError(f"`rows` = {rows.tolist()} has a number that is none of the {shape[1]} blocks of the state.")
+    if problem:
         raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")
+
+
+def run_short_step(name: str, shape: Sequence[int], tensors: Sequence[Any], decays: int, rows: Tensor | None) -> None:
+    """`run_step` for float32 tensors of which each sequence has its own, or a block of states, all of them dense.
+
+    Args:
+        tensors: query, key, value, log decay, beta, output, log size, old and new state; None for what is missing.
+        decays: how many numbers of the log decay each head of a sequence has, or 0 if all sequences share them.
+    """
+    query, key, value, decay, beta, output, size, old, new = (0 if x is None else x.data_ptr() for x in tensors)
+    tokens = (query, key, value, 0, 0, 0, 0, 0, 0, 0, 0, decay, 0, 0, beta, 0, 0, 0, output, size)
+    addresses = (*tokens, old, 0, 0, 0, 0, 0, 0, 0, new, 0, 0, 0, 0, 0, 0, 0)
+    strides = _short_strides(*shape[2:4], *shape[7:9], decays, tensors[7].stride(0), tensors[8].stride(0))
+    run_step(name, shape, addresses, strides, None if rows is None else rows.contiguous())
+
+
+@functools.lru_cache
+def _short_strides(kv_heads: int, groups: int, features: int, width: int, decays: int, old: int, new: int) -> bytes:
+    heads = kv_heads * groups
+    tokens = (heads * features, kv_heads * features, kv_heads * width, *[0] * 8, kv_heads * decays, 0, 0, kv_heads)
+    numbers = (*tokens, 0, 0, 0, heads * width, heads, old, *[0] * 7, new, *[0] * 7)
+    return STEP_NUMBERS.pack(*(4 * number for number in numbers))
+
+
+def step_states(state: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The state that a step reads, and the one that it writes: with rows the same."""
+    if rows is not None:
+        return state, state
+    state = state.contiguous()
+    return state, torch.empty_like(state)
 
 
 def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:

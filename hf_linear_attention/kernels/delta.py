@@ -18,12 +18,22 @@ from torch import Tensor
 from ..torch_kernels.blocks import accumulation_dtype, needs_plain, with_dtype
 from ..torch_kernels.causal import gradients_with_graph
 from ..torch_kernels.delta import plain_delta
-from .checks import check_heads, check_mask, check_needed, check_results, check_shape, check_state
+from .checks import (
+    check_blocks,
+    check_heads,
+    check_mask,
+    check_needed,
+    check_results,
+    check_rows,
+    check_shape,
+    check_state,
+)
 from .cpu import (
     in_large_pages,
-    library,
     refuse_without_library,
     run_attention,
+    run_short_step,
+    step_states,
     takes_attention,
     takes_step,
     without_dispatcher,
@@ -39,22 +49,29 @@ OF_VALUES, SHARED = (2, 5, 6, 7, 8, 9, 12, 15), (10, 11, 13, 14)
 DELTA = "Tensor query, Tensor key, Tensor value, Tensor log_decay, Tensor beta, Tensor? state, bool erases"
 
 
-def delta_step(given: Sequence[Any], key_mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """The operator `gated_delta_step` for the arguments of `torch_kernels.delta.gated_delta`, if C takes them."""
+def delta_step(given: Sequence[Any], key_mask: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """The operator `gated_delta_step` or `gated_delta_step_` where C takes the arguments of `gated_delta`.
+
+    Raises:
+        ValueError: if the shapes, dtypes or devices do not match.
+        IndexError: if one of the rows is no block.
+    """
     query, key, value, _, _, state, _ = given
     if state is None or key_mask is not None or query.shape[-2:-1] != (1,) or not takes_step(query, key, value, state):
         return None
-    return without_dispatcher(OPERATORS.gated_delta_step, _delta_step)(*given)
+    if rows is None:
+        return without_dispatcher(OPERATORS.gated_delta_step, _delta_step)(*given)
+    return without_dispatcher(OPERATORS.gated_delta_step_, _delta_step_)(*given, rows), state
 
 
-def check_arguments(given: Sequence[Any], key_mask: Tensor | None) -> None:
+def check_arguments(given: Sequence[Any], key_mask: Tensor | None, rows: Tensor | None) -> None:
     """Check the arguments of `torch_kernels.delta.gated_delta`.
 
     Raises:
         ValueError: for the first invalid argument.
     """
     query, key, value, log_decay, beta, state, _ = given
-    check_delta(query, key, value, log_decay, beta, state)
+    check_delta(query, key, value, log_decay, beta, state, rows)
     check_mask(key_mask, key, query)
 
 
@@ -80,7 +97,13 @@ def takes_delta(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def check_delta(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    rows: Tensor | None = None,
 ) -> None:
     """Check the tensors of `gated_delta`, except the mask.
 
@@ -96,7 +119,7 @@ def check_delta(
         if not tensor.is_floating_point():
             raise ValueError(f"`{name}` is {tensor.dtype}; it must be a floating-point tensor.")
     if state is not None:
-        check_state("state", state, (batch, kv_heads, features, width), query, value)
+        check_state("state", state, (check_rows(rows, state, query), kv_heads, features, width), query, value)
 
 
 def _delta(
@@ -215,25 +238,40 @@ def _differentiate_delta(ctx: Any, grad_output: Tensor | None, grad_state: Tenso
 
 
 def _delta_step(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, erases: bool
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, erases: bool,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The operator behind `gated_delta` for one token, without gradients; its output is `[B, H, 1, D]`."""
-    check_delta(query, key, value, log_decay, beta, state)
+    check_delta(query, key, value, log_decay, beta, state, rows)
     if query.shape[2] != 1:
         raise ValueError(f"Got {query.shape[2]} tokens; a step has one.")
     refuse_without_library(query, key, value)
-    given = [with_dtype(x, torch.float32).contiguous() for x in (query, key, value, log_decay, beta, state)]
-    output, new_state = _fake_delta_step(query, key, value, log_decay, beta, state, erases)
-    (batch, kv_heads, _, features), heads = key.shape, query.shape[1]
-    sizes = (batch * kv_heads, heads // kv_heads, features, value.shape[3], 1 if log_decay.ndim == 3 else features)
-    library().delta_step(*(x.data_ptr() for x in (*given, output, new_state)), *sizes, erases)
-    return output, new_state
+    tokens = [with_dtype(x, torch.float32).contiguous() for x in (query, key, value, log_decay, beta)]
+    output = _fake_delta_step_(*tokens, state)
+    old, new = step_states(state, rows)
+    (batch, kv_heads, _, features), count = key.shape, 1 if log_decay.ndim == 3 else key.shape[3]
+    groups, width = query.shape[1] // kv_heads, value.shape[3]
+    shape = (batch, state.shape[0], kv_heads, groups, 0, 0, count, features, width, erases, 4, 4, 4)
+    run_short_step("delta_step", shape, (*tokens, output, None, old, new), count, rows)
+    return output, new
+
+
+def _delta_step_(*given: Any) -> Tensor:
+    """`_delta_step` in the blocks `rows` of the state."""
+    check_blocks(given[5])
+    return _delta_step(*given)[0]
 
 
 def _fake_delta_step(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, erases: bool
 ) -> tuple[Tensor, Tensor]:
-    return state.new_empty(*query.shape[:3], value.shape[3]), state.new_empty(state.shape)
+    return _fake_delta_step_(query, key, value, log_decay, beta, state), state.new_empty(state.shape)
+
+
+def _fake_delta_step_(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, *others: Any
+) -> Tensor:
+    return state.new_empty(*query.shape[:3], value.shape[3])
 
 
 OPERATORS_OF_DELTA = {
@@ -245,6 +283,11 @@ OPERATORS_OF_DELTA = {
     ),
     "gated_delta_step": Operator(
         f"({DELTA.replace('Tensor? state', 'Tensor state')}) -> (Tensor, Tensor)", _delta_step, _fake_delta_step
+    ),
+    "gated_delta_step_": Operator(
+        f"({DELTA.replace('Tensor? state', 'Tensor(a!) state')}, Tensor rows) -> Tensor",
+        _delta_step_,
+        _fake_delta_step_,
     ),
 }
 OPERATORS = register(OPERATORS_OF_DELTA)

@@ -15,6 +15,7 @@ head dimension of the values, s sinks, w tokens of a window, R pairs of columns 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -38,8 +39,17 @@ from ..torch_kernels.blocks import (
 )
 from ..torch_kernels.causal import gradients_with_graph
 from ..torch_kernels.window import join, log_size, plain_window
-from .checks import check_attention, check_heads, check_needed, check_results, check_shape
+from .checks import (
+    check_attention,
+    check_blocks,
+    check_heads,
+    check_needed,
+    check_results,
+    check_rows,
+    check_shape,
+)
 from .cpu import (
+    STEP_NUMBERS,
     attend,
     differentiate,
     in_large_pages,
@@ -116,7 +126,9 @@ def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: Window
     state = old.stored
     # Under autocast, rotary positions make queries and keys float32, whereas values remain bfloat16.
     key, value = with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)
-    far_rows = (None, None) if mechanism.shift is None else mechanism.far_rows(query, old, positions)
+    far_rows: Any = (None, None)
+    if mechanism.shift is not None:
+        far_rows = mechanism.far_rows(query, old if inputs.rows is None else oldest(old, inputs.rows), positions)
     joint, kernel_map = mechanism.mix.kernel_parameters(), mechanism.feature_map.unscaled_map()
     log_decay = None if mechanism.decay is None else mechanism.decay()
     given = (
@@ -125,7 +137,7 @@ def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: Window
         *(*(joint or (None, None)), kernel_map.function, scaling),
     )
     if inputs.in_place:
-        parts = without_dispatcher(OPERATORS.hybrid_step_, _hybrid_step_)(*given)
+        parts = without_dispatcher(OPERATORS.hybrid_step_, _hybrid_step_)(*given, inputs.rows)
     else:
         *new, parts = without_dispatcher(OPERATORS.hybrid_step, _hybrid_step)(*given)
         state = tuple(new)
@@ -137,6 +149,12 @@ def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: Window
         norm = half_squared_norm(query, scaling).view(largest.shape)
         near = mechanism.mix((near, near_size), [(far, far_size)], largest, norm)
     return with_dtype(near.view(batch, 1, heads, width), query.dtype), state
+
+
+def oldest(old: WindowState, rows: Tensor) -> WindowState:
+    """The key, and its position, that leaves each window of the blocks `rows`."""
+    position: Any = old.position
+    return old._replace(key=old.key[:, :, :1].index_select(0, rows), position=position[:, :1].index_select(0, rows))
 
 
 def _window(
@@ -270,42 +288,61 @@ def _hybrid_step(*given: Any) -> list[Tensor]:
         The tensors of the new state, then one float32 tensor `[B H (2 W + 3)]`, which `step_parts` splits.
     """
     check_hybrid_step(*given)
-    new_state = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[STEP_STATE]]
-    return [*new_state, _run_hybrid_step(given, new_state)]
+    state = [x.contiguous() for x in given[STEP_STATE]]
+    new_state = [torch.empty_like(x) for x in state]
+    return [*new_state, _run_hybrid_step((*given[:STEP_STATE], state, *given[STEP_STATE + 1 :]), new_state)]
 
 
-def _hybrid_step_(*given: Any) -> Tensor:
-    """`_hybrid_step` in place, for a dense state."""
-    check_hybrid_step(*given)
+def _hybrid_step_(*arguments: Any) -> Tensor:
+    """`_hybrid_step` in place, in the blocks `rows` of the state if they are given, else sequence b in block b."""
+    check_hybrid_step(*arguments)
+    *given, rows = arguments
     state = given[STEP_STATE]
-    for x in state:
-        if not x.is_contiguous():
-            raise ValueError(f"`state` has a tensor with strides {tuple(x.stride())}; it must be dense.")
-    return _run_hybrid_step(given, state)
+    check_blocks(*state)
+    return _run_hybrid_step(given, state, None if rows is None else rows.contiguous())
 
 
-def _run_hybrid_step(given: Sequence[Any], new_state: Sequence[Tensor]) -> Tensor:
+def _run_hybrid_step(given: Sequence[Any], new_state: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
     """Write the new state, and return the parts of the output."""
-    query, key, value, sink_query, *rest = given[:STEP_STATE]
-    state = given[STEP_STATE]
-    *joint, function, scaling = given[STEP_STATE + 1 :]
+    state, log_scale, norm_weight, function, scaling = given[STEP_STATE:]
+    query, key, value, sink_query = given[:4]
     refuse_without_library(query, key, value, sink_query)
-    (batch, heads), kv_heads = query.shape[:2], key.shape[1]
+    (batch, heads), kv_heads, width = query.shape[:2], key.shape[1], value.shape[3]
     if sink_query is not None:
         sink_query = sink_query.to(query.dtype)
     shape = (
-        *(batch, kv_heads, heads // kv_heads, state[1].shape[2], state[4].shape[2]),
-        *(key.shape[3], state[0].shape[2], value.shape[3], function),
+        *(batch, state[0].shape[0], kv_heads, heads // kv_heads, state[1].shape[2], state[4].shape[2]),
+        *(key.shape[3], state[0].shape[2], width, function),
         *(query.element_size(), key.element_size(), value.element_size()),
     )
-    no_positions = (None,) * (8 - len(state))
-    numbers = (query, key, value, sink_query, *rest, *state, *no_positions, *joint)
+    numbers = (query, key, value, sink_query, *given[4:STEP_STATE], log_scale, norm_weight)
     dense = [x if x is None or x.is_contiguous() else x.contiguous() for x in numbers]
-    rows, width = batch * heads, value.shape[3]
-    offsets = [0, rows * width, rows * (width + 1), rows * (width + 2), rows * (2 * width + 2)]
-    parts = _fake_hybrid_step_(*given)
-    run_step("hybrid_step", shape, (*dense, *new_state, *no_positions, parts), scaling, offsets)
+    parts, size = _fake_hybrid_step_(*given), 4 * batch * heads
+    addresses = [0 if x is None else x.data_ptr() for x in dense]
+    addresses += [
+        0,
+        *(parts.data_ptr() + size * columns for columns in (0, width, width + 1, width + 2, 2 * width + 2)),
+    ]
+    positions = [0] * (8 - len(state))
+    for tensors in (state, new_state):
+        addresses += [*(x.data_ptr() for x in tensors), *positions]
+    is_dense = all(x.is_contiguous() for x in state)
+    blocks = None if is_dense else (*(x.stride(0) * x.element_size() for x in state), *positions)
+    run_step("hybrid_step", shape, addresses, _strides(shape[2:], blocks), rows, scaling)
     return parts
+
+
+@functools.lru_cache
+def _strides(shape: tuple[int, ...], blocks: tuple[int, ...] | None) -> bytes:
+    """The strides of `hybrid_step` in bytes, of dense tensors or with these of its state."""
+    kv_heads, groups, window, sinks, dim, features, width, _, query_bytes, key_bytes, value_bytes = shape
+    heads = kv_heads * groups
+    query, key, value = query_bytes * heads * dim, key_bytes * kv_heads * dim, value_bytes * kv_heads * width
+    dense = (4 * kv_heads * features * (width + 2), key * window, value * window, window, key * sinks, value * sinks, 8)
+    states = blocks or (*dense, 4 * window)
+    tokens = (query, key, value, query, 4, 4 * heads * dim, 4 * kv_heads * dim)
+    results = (4 * heads * width, 4 * heads, 4 * heads, 4 * heads * width, 4 * heads)
+    return STEP_NUMBERS.pack(*tokens, *[0] * 8, *results, *states, *states)
 
 
 def step_parts(parts: Tensor, query: Tensor, key: Tensor, width: int) -> list[Tensor]:
@@ -366,9 +403,9 @@ def check_hybrid_step(
     query: Tensor, key: Tensor, value: Tensor, sink_query: Tensor | None, position: Tensor | None,
     far_query: Tensor | None, far_key: Tensor | None, key_weight: Tensor, key_bias: Tensor | None,
     key_norm: Tensor | None, query_weight: Tensor, log_decay: Tensor | None, state: Sequence[Tensor],
-    log_scale: Tensor | None, norm_weight: Tensor | None, function: int, scaling: float,
+    log_scale: Tensor | None, norm_weight: Tensor | None, function: int, scaling: float, rows: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Check the arguments of the operator `hybrid_step`, with the state in the order of `HybridState`.
+    """Check the arguments of the operator `hybrid_step_`, with the state in the order of `HybridState`.
 
     Raises:
         ValueError: for the first invalid argument.
@@ -379,6 +416,7 @@ def check_hybrid_step(
     if len(state) != (7 if position is None else 8):
         raise ValueError(f"Got a state of {len(state)} tensors; a state of `hybrid` has 7, or 8 with positions.")
     sums, window_key, window_value, kind, sink_key, sink_value, num_seen = state[:7]
+    blocks = check_rows(rows, sums, query)
     dim, width, device = key.shape[3], value.shape[3], query.device
     places = window_key.shape[2] if window_key.ndim == 4 else 0
     sinks = sink_key.shape[2] if sink_key.ndim == 4 else 0
@@ -398,15 +436,15 @@ def check_hybrid_step(
         ("log_decay", log_decay, (kv_heads,), torch.float32),
         ("log_scale", log_scale, (heads,), torch.float32),
         ("norm_weight", norm_weight, (heads,), torch.float32),
-        ("state", sums, (batch, kv_heads, features, width + 2), torch.float32),
-        ("state", window_key, (batch, kv_heads, places, dim), key.dtype),
-        ("state", window_value, (batch, kv_heads, places, width), value.dtype),
-        ("state", kind, (batch, places), torch.int8),
-        ("state", sink_key, (batch, kv_heads, sinks, dim), key.dtype),
-        ("state", sink_value, (batch, kv_heads, sinks, width), value.dtype),
-        ("state", num_seen, (batch, 1), torch.int64),
+        ("state", sums, (blocks, kv_heads, features, width + 2), torch.float32),
+        ("state", window_key, (blocks, kv_heads, places, dim), key.dtype),
+        ("state", window_value, (blocks, kv_heads, places, width), value.dtype),
+        ("state", kind, (blocks, places), torch.int8),
+        ("state", sink_key, (blocks, kv_heads, sinks, dim), key.dtype),
+        ("state", sink_value, (blocks, kv_heads, sinks, width), value.dtype),
+        ("state", num_seen, (blocks, 1), torch.int64),
         ("position", position, (batch, 1), torch.int32),
-        ("state", None if position is None else state[7], (batch, places), torch.int32),
+        ("state", None if position is None else state[7], (blocks, places), torch.int32),
     )
     for name, tensor, shape, dtype in expected:
         if tensor is None:
@@ -782,7 +820,9 @@ OPERATORS_OF_HYBRID = {
         _fake_window_backward,
     ),
     "hybrid_step": Operator(f"({STEP.format('Tensor[]')}) -> Tensor[]", _hybrid_step, _fake_hybrid_step),
-    "hybrid_step_": Operator(f"({STEP.format('Tensor(a!)[]')}) -> Tensor", _hybrid_step_, _fake_hybrid_step_),
+    "hybrid_step_": Operator(
+        f"({STEP.format('Tensor(a!)[]')}, Tensor? rows) -> Tensor", _hybrid_step_, _fake_hybrid_step_
+    ),
     "joint_attention": Operator(
         f"({JOINT}) -> (Tensor, Tensor, Tensor, Tensor)",
         _joint,

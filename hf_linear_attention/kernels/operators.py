@@ -25,6 +25,7 @@ from ..torch_kernels.causal import gradients_with_graph
 from .checks import (
     check_attention,
     check_axes,
+    check_blocks,
     check_heads,
     check_needed,
     check_results,
@@ -38,7 +39,8 @@ from .cpu import (
     library,
     refuse_without_library,
     run_attention,
-    run_step,
+    run_short_step,
+    step_states,
     takes,
     takes_attention,
     takes_step,
@@ -328,38 +330,44 @@ def gradient_of_map(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _attention_step(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One new token of `torch_kernels.attention.kernel_attention`, without gradients."""
     function = EXP if log_features else PLAIN
-    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, function, True)
+    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, function, True, rows)
     if query.shape[2] != 1:
         raise ValueError(f"Got {query.shape[2]} tokens; a step has one.")
     refuse_without_library(query, key, value)
-    query, key, value = (with_dtype(x, torch.float32) for x in (query, key, value))
-    output, new_state = _fake_attention_step(query, key, value, state, log_decay, log_features)
-    query, key, value, state = (x.contiguous() for x in (query, key, value, state))
+    if not log_features and log_decay is not None:
+        raise NotImplementedError(
+            "C has no step for plain features with a decay; use `torch_kernels.attention.kernel_attention`."
+        )
+    tokens = [with_dtype(x, torch.float32).contiguous() for x in (query, key, value)]
+    output = _fake_attention_step_(*tokens, state)
+    old, new = step_states(state, rows)
     (batch, heads, _, features), kv_heads, width = query.shape, key.shape[1], value.shape[-1]
-    if not log_features:
-        if log_decay is not None:
-            raise NotImplementedError(
-                "C has no step for plain features with a decay; use `torch_kernels.attention.kernel_attention`."
-            )
-        addresses = [x.data_ptr() for x in (query, key, value, state, output, new_state)]
-        library().plain_step(*addresses, batch * kv_heads, heads // kv_heads, features, width)
-        return output, new_state
-    size = query.new_empty(batch, heads)
+    size = output.new_empty(batch, heads) if log_features else None
     log_decay = None if log_decay is None else log_decay.float().contiguous()
-    shape = (batch, kv_heads, heads // kv_heads, 0, 0, 0, features, width, EXP, 4, 4, 4)
-    given = (None, None, value, None, None, query, key, *[None] * 4, log_decay, state, *[None] * 9)
-    run_step("log_step", shape, (*given, new_state, *[None] * 10, output, size))
-    return output, new_state
+    shape = (batch, state.shape[0], kv_heads, heads // kv_heads, 0, 0, 0, features, width, function, 4, 4, 4)
+    run_short_step("attention_step", shape, (*tokens, log_decay, None, output, size, old, new), 0, rows)
+    return output, new
+
+
+def _attention_step_(*given: Any) -> Tensor:
+    """`_attention_step` in the blocks `rows` of the state."""
+    check_blocks(given[3])
+    return _attention_step(*given)[0]
 
 
 def _fake_attention_step(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
 ) -> tuple[Tensor, Tensor]:
-    return state.new_empty(*query.shape[:3], value.shape[-1]), state.new_empty(state.shape)
+    return _fake_attention_step_(query, key, value, state), state.new_empty(state.shape)
+
+
+def _fake_attention_step_(query: Tensor, key: Tensor, value: Tensor, state: Tensor, *others: Any) -> Tensor:
+    return state.new_empty(*query.shape[:3], value.shape[-1])
 
 
 def with_rows(x: Tensor) -> Tensor:
@@ -405,18 +413,30 @@ def attention(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
 
 
 def attention_step(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    log_decay: Tensor | None,
+    log_features: bool,
+    rows: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
-    """The operator `attention_step` where C takes these tensors; None leaves checked arguments to torch.
+    """The operator `attention_step` or `attention_step_` where C takes these tensors; None leaves them to torch.
+
+    Args:
+        rows: None, or int64 `[B]`: the blocks of `state` that are read and written.
 
     Raises:
         ValueError: if the shapes, dtypes or devices do not match.
+        IndexError: if one of the rows is no block.
     """
+    given = (query, key, value, state, log_decay, log_features)
     if (log_features or log_decay is None) and takes_step(query, key, value, state):
-        step = without_dispatcher(OPERATORS.attention_step, _attention_step)
-        return step(query, key, value, state, log_decay, log_features)
+        if rows is None:
+            return without_dispatcher(OPERATORS.attention_step, _attention_step)(*given)
+        return without_dispatcher(OPERATORS.attention_step_, _attention_step_)(*given, rows), state
     function = EXP if log_features else PLAIN
-    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, function, True)
+    check_attention(query, key, value, None, log_decay, state, *(None,) * 4, function, True, rows)
     return None
 
 
@@ -509,6 +529,12 @@ OPERATORS_OF_ATTENTION = {
         "-> (Tensor, Tensor)",
         _attention_step,
         _fake_attention_step,
+    ),
+    "attention_step_": Operator(
+        "(Tensor query, Tensor key, Tensor value, Tensor(a!) state, Tensor? log_decay, bool log_features, Tensor rows) "
+        "-> Tensor",
+        _attention_step_,
+        _fake_attention_step_,
     ),
     "elu_plus_one": Operator("(Tensor x) -> Tensor", _elu_plus_one, _fake_elu_plus_one),
     "slot_attention": Operator(

@@ -71,6 +71,7 @@ class MechanismInputs(NamedTuple):
     positions: torch.Tensor | None = None  # int32 [B, N], if the mechanism `needs_positions`
     gates: torch.Tensor | None = None  # float32 [B, S, C], if it `needs_gates`
     in_place: bool = False  # whether `forward` may write the state after one more token over the old one
+    rows: torch.Tensor | None = None  # int64 [B]: the blocks of the state of a step, see `step_in_rows`
 
     @property
     def is_packed(self) -> bool:
@@ -167,6 +168,36 @@ class AttentionMechanism(MechanismOptions, nn.Module):
     def absorb(self, inputs: MechanismInputs, state: State | None = None) -> State | None:
         """The state after these keys, without an output; the queries are 0 unless `absorbs_queries`."""
         return self(inputs, state)[1]
+
+    def step_in_rows(self, inputs: MechanismInputs, states: State, rows: torch.Tensor) -> torch.Tensor:
+        """One more real token of each of B sequences, whose states stand in a cache: the output `[B, 1, H, W]`.
+
+        No branch depends on data, and no device is waited for.
+
+        Args:
+            states: the tensors of the state, `[blocks, ...]`; each block is dense, and blocks may be apart. That of
+                sequence b is `x[rows[b]]` of every tensor x, and is overwritten there; no other number changes.
+            rows: int64 `[B]`, all different; a block that is named twice, and what is read there, are undefined.
+
+        Raises:
+            ValueError: if there are several tokens or a mask, or the shapes, dtypes or devices do not match.
+            IndexError: on a CPU, if one of the rows is no block; then no state has changed.
+        """
+        batch, _, length, _ = inputs.query.shape
+        if length != 1 or inputs.key.shape[2] != 1 or inputs.attention_mask is not None:
+            raise ValueError("A step in rows has one token per sequence and no mask; use `forward`.")
+        if rows.dtype != torch.int64 or rows.shape != (batch,):
+            raise ValueError(f"`rows` is {rows.dtype} {list(rows.shape)}; it must be int64 [{batch}].")
+        output = self._step_in_rows(inputs._replace(in_place=True, rows=rows), states)
+        if output is None:
+            output, new = self(inputs._replace(in_place=True), tuple(x.index_select(0, rows) for x in states))
+            for x, y in zip(states, new or ()):
+                x.index_copy_(0, rows, y.to(x.dtype))
+        return output
+
+    def _step_in_rows(self, inputs: MechanismInputs, states: State) -> torch.Tensor | None:
+        """`step_in_rows` where the mechanism can do without copies of the states, else None."""
+        return None
 
     def state_layout(self, dtype: torch.dtype, is_causal: bool = True) -> list[tuple[torch.Size, torch.dtype]]:
         """The shape `[1, ...]` and dtype of each tensor of the state after one token of one sequence.

@@ -126,6 +126,9 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
         output, sums = self.rule(inputs, sums)
         return with_dtype(output.transpose(1, 2), dtype), (sums, *tails)
 
+    def _step_in_rows(self, inputs: MechanismInputs, states: State) -> torch.Tensor | None:
+        return None if self.conv_size else self(inputs, states)[0]
+
     def _convolved(
         self, tensors: tuple[torch.Tensor, ...], tails: list[torch.Tensor], mask: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -253,6 +256,7 @@ class DeltaRule(nn.Module):
             erases=self.erases,
             key_mask=mask,
             state=state,
+            rows=inputs.rows,
         )
 
     def _split(self, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

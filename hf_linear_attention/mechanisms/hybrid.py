@@ -142,12 +142,16 @@ class HybridAttention(HybridOptions, WindowAttention):
             output = with_dtype(exact + share.unsqueeze(-1) * (delta.transpose(1, 2) - exact), near.dtype)
         return output, (sums, *(rest or ()))
 
+    def _step_in_rows(self, inputs: MechanismInputs, states: State) -> Tensor | None:
+        found = self._step(inputs, WindowState(*states)) if self.has_sums else None
+        return None if found is None else found[0]
+
     def _step(self, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State] | None:
         """`_attend_causally` for one token in few operations, because at this size the overhead of each dominates."""
         if not self.has_sums or self.alibi is not None or not self.uses_far or torch.is_grad_enabled():
             return None
         found = implemented("hybrid_step", self, inputs, old)
-        if found is not None:
+        if found is not None or inputs.rows is not None:
             return found
         query = inputs.query
         if is_eager(query) and query.device.type == "cpu" and bool((old.kind == ORDINARY).all()):

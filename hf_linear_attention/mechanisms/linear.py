@@ -111,6 +111,9 @@ class LinearAttention(LinearOptions, AttentionMechanism):
             outputs.append(read_state(features, old, log_features).transpose(1, 2))
         return outputs.joined(), (old,)
 
+    def _step_in_rows(self, inputs: MechanismInputs, states: State) -> torch.Tensor | None:
+        return None if self.gate is not None else self(inputs, states)[0]
+
     def _gated(self, inputs: MechanismInputs, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The output `[B, N, H, W]` and the state, with exponents from the gates added to those of the keys."""
         if inputs.gates is None or self.gate is None:
@@ -176,6 +179,7 @@ class LinearAttention(LinearOptions, AttentionMechanism):
             key_mask=mask,
             state=state,
             log_decay=self.decay() if self.decay is not None else None,
+            rows=inputs.rows,
         )
         return output.transpose(1, 2), state
 

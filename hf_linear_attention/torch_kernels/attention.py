@@ -131,6 +131,7 @@ def kernel_attention(
     key_mask: torch.Tensor | None = None,
     state: torch.Tensor | None = None,
     log_decay: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention with weights phi(q_i)·phi(k_j) / sum_j phi(q_i)·phi(k_j) (Katharopoulos 2020, eq. 5, 9 and 18-20).
 
@@ -144,6 +145,7 @@ def kernel_attention(
         state: the state after all earlier tokens, or None if there are none.
         log_decay: `[Hkv]`, at most 0. The weight of a key is multiplied by exp(log_decay) for every real token between
             it and the query, which is ALiBi with slope -log_decay. Causal form only.
+        rows: int64 `[B]`, for one token: that of sequence b is `state[rows[b]]`, which is overwritten.
 
     Returns:
         The output `[B, H, N, W]` in the accumulation dtype, and the state after these tokens.
@@ -153,10 +155,11 @@ def kernel_attention(
     """
     query, key = accumulated(query_features), accumulated(key_features)
     if state is not None and key_mask is None and query.ndim == key.ndim == 4 and query.shape[2] == key.shape[2] == 1:
-        found = implemented("attention_step", query, key, value, state, log_decay, log_features)
+        found = implemented("attention_step", query, key, value, state, log_decay, log_features, rows)
         if found is None:
-            output, _, state = sized_step(query, key, value, state, log_features, log_decay)
-            found = output, state
+            old = state if rows is None else state.index_select(0, rows)
+            output, _, new = sized_step(query, key, value, old, log_features, log_decay)
+            found = output, new if rows is None else state.index_copy_(0, rows, new)
         return found
     feature_map = KernelMap(EXP if log_features else PLAIN)
     options: dict[str, Any] = {"key_mask": key_mask, "state": state, "log_decay": log_decay}

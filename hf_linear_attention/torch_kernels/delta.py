@@ -51,6 +51,7 @@ def gated_delta(
     erases: bool = True,
     key_mask: Tensor | None = None,
     state: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule (Yang 2024, "Gated Delta Networks"), and with a decay per feature Kimi Delta Attention.
 
@@ -67,7 +68,9 @@ def gated_delta(
         key_mask: bool `[B, N]`, False at padding, which leaves the state as it is and whose output is 0. An integer
             mask numbers packed sequences from 1, with 0 at padding; each of them starts with an empty state, except
             the first, which continues `state`. An entry -n marks a token of sequence n that only reads.
-        state: `[B, Hkv, F, D]` after all earlier tokens, or None if there are none. It is never changed in place.
+        state: `[B, Hkv, F, D]` after all earlier tokens, or None if there are none. Without rows it is never
+            changed in place.
+        rows: int64 `[B]`, for one real token: that of sequence b is `state[rows[b]]`, which is overwritten.
 
     Returns:
         The output `[B, H, N, D]` and the state after these tokens, both float32 (float64 for float64 values).
@@ -76,9 +79,12 @@ def gated_delta(
         ValueError: if the shapes, dtypes or devices do not match.
     """
     given: tuple[Any, ...] = (query, key, value, log_decay, beta, state, erases)
-    if (found := implemented("gated_delta_step", given, key_mask)) is not None:
+    if (found := implemented("gated_delta_step", given, key_mask, rows)) is not None:
         return found
-    implemented("check_delta", given, key_mask)
+    implemented("check_delta", given, key_mask, rows)
+    if state is not None and rows is not None:
+        output, new = plain_delta(query, key, value, log_decay, beta, state.index_select(0, rows), erases)
+        return output, state.index_copy_(0, rows, new)
     if key_mask is not None:
         given = (*masked(query, key, value, log_decay, beta, key_mask), state, erases)
     found = implemented("gated_delta", given)

@@ -3,8 +3,8 @@
 
 A request has one state per converted layer, in one block of the cache. A step of the engine has tokens of many requests
 in one row: first one token of each request that writes, then the new tokens of each request whose prompt is read. The
-former are one call of the mechanism. Of the latter, prompts that begin are padded to batches, and each that continues
-is a call of its own.
+former are one call of the mechanism, which reads and writes their states where they are. Of the latter, prompts that
+begin are padded to batches, and each that continues is a call of its own.
 """
 
 from __future__ import annotations
@@ -114,13 +114,17 @@ class ConvertedLayer:
         self, inputs: MechanismInputs, first: int | torch.Tensor = 0, state: State | None = None
     ) -> tuple[torch.Tensor, Any]:
         """The output `[B, N, H, D]` and the new states; `first` is the position of the first token of each row."""
+        return self.module[0].linear_attention(self.placed(inputs, first), state)
+
+    def placed(self, inputs: MechanismInputs, first: int | torch.Tensor) -> MechanismInputs:
+        """The inputs with what the mechanism needs of the positions of the tokens; see `run`."""
         mechanism = self.module[0].linear_attention
-        if mechanism.needs_positions:
-            batch, _, length, _ = inputs.query.shape
-            first = torch.as_tensor(first, dtype=torch.int32, device=inputs.query.device).reshape(-1, 1)
-            positions = (first + torch.arange(length, dtype=torch.int32, device=first.device)).clamp(min=0)
-            inputs = mechanism.prepare(inputs._replace(positions=positions.expand(batch, -1)))
-        return mechanism(inputs, state)
+        if not mechanism.needs_positions:
+            return inputs
+        batch, _, length, _ = inputs.query.shape
+        first = torch.as_tensor(first, dtype=torch.int32, device=inputs.query.device).reshape(-1, 1)
+        positions = (first + torch.arange(length, dtype=torch.int32, device=first.device)).clamp(min=0)
+        return mechanism.prepare(inputs._replace(positions=positions.expand(batch, -1)))
 
     def read(self, inputs: MechanismInputs, group: Sequence[Prompt], output: torch.Tensor) -> Any:
         """Read sequences from their beginning in one call; write their outputs, and return their states."""
@@ -199,11 +203,8 @@ class StateLayer(ConvertedLayer, nn.Module, MambaBase):
             output.copy_(self.run(inputs)[0])
             return
         if count := metadata.num_decode_tokens:
-            rows = metadata.state_indices_tensor_d[:count, 0].long()
-            steps = slice_tokens(inputs, 0, count, are_steps=True)._replace(in_place=True)
-            found, state = self.run(steps, metadata.seq_lens[:count] - 1, self._load(rows))
-            output[0, :count] = found[:, 0]
-            self._store(rows, state)
+            steps = self.placed(slice_tokens(inputs, 0, count, are_steps=True), metadata.seq_lens[:count] - 1)
+            output[0, :count] = self.step(steps, metadata.state_indices_tensor_d[:count, 0].long())[:, 0]
         for group in batches(metadata.prompts):
             rows = metadata.state_indices_tensor_p[[prompt.number for prompt in group]].long()
             start, end, computed, _ = group[0]
@@ -212,6 +213,10 @@ class StateLayer(ConvertedLayer, nn.Module, MambaBase):
             else:
                 state = self.read(inputs, group, output)
             self._store(rows, state)
+
+    def step(self, inputs: MechanismInputs, rows: torch.Tensor) -> torch.Tensor:
+        """One token of each request whose state is in one of these blocks: the output `[B, 1, H, D]`."""
+        return self.module[0].linear_attention.step_in_rows(inputs, self.states, rows)
 
     def _load(self, rows: torch.Tensor) -> State:
         return tuple(states.index_select(0, rows) for states in self.states)

@@ -10,6 +10,7 @@ reaches C lies between guards, and all new memory is poisoned (tests/support/poi
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -82,7 +83,36 @@ def step(t, options, constants):
     how = {"log_features": options["function"] == EXP, "log_decay": t.get("log_decay"), "is_causal": True}
     with torch.set_grad_enabled("is_exact" in constants):
         output, state = kernels.kernel_attention(t["query"], t["key"], t["value"], state=t["state"], **how)
+    if "is_exact" not in constants:
+        given = t["query"], t["key"], t["value"]
+        check_rows([t["state"]], lambda x, rows: kernels.kernel_attention(*given, state=x[0], rows=rows, **how))
     return [output, *comparable(constants, options["function"], None, None, None, state)]
+
+
+def check_rows(states, step):
+    """`step(blocks, rows)` on blocks that stand apart does what it does without rows, and changes nothing else."""
+    batch = states[0].shape[0]
+    rows, dense = torch.randperm(batch + 2)[:batch], [x.clone(memory_format=torch.contiguous_format) for x in states]
+    blocks = [blocks_apart(x.shape, x.dtype, batch + 2) for x in states]
+    for x, y in zip(blocks, dense):
+        x.index_copy_(0, rows, y)
+    expected, actual = step(dense, None), step(blocks, rows)
+    if isinstance(expected, tuple):  # functional without rows
+        (expected, dense[0]), (actual, _) = expected, actual
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    for x, y in zip(blocks, dense):
+        torch.testing.assert_close(x.index_select(0, rows), y, rtol=0, atol=0, equal_nan=True)
+        x.index_fill_(0, rows, UNUSED)
+        assert (torch.as_strided(x, (x.untyped_storage().size() // x.element_size(),), (1,), 0) == UNUSED).all()
+
+
+UNUSED = 77
+
+
+def blocks_apart(shape, dtype, count: int) -> torch.Tensor:
+    """A tensor of `count` blocks of the shape `[batch, ...]`, with three numbers between each and the next."""
+    size = math.prod(shape[1:])
+    return torch.full((count, size + 3), UNUSED, dtype=dtype)[:, :size].view(count, *shape[1:])
 
 
 def comparable(constants, function, output, denominator, scale, state):
@@ -138,9 +168,10 @@ def hybrid(t, options, constants):
     if "is_exact" not in constants:
         *new, parts = OPERATORS.hybrid_step(*given, state, *others)
         written = [x.clone(memory_format=torch.contiguous_format) for x in state]
-        again = OPERATORS.hybrid_step_(*given, written, *others)
+        again = OPERATORS.hybrid_step_(*given, written, *others, None)
         for functional, in_place in zip((*new, parts), (*written, again)):
             torch.testing.assert_close(in_place, functional, rtol=0, atol=0, equal_nan=True)
+        check_rows(state, lambda blocks, rows: OPERATORS.hybrid_step_(*given, blocks, *others, rows))
         new += step_parts(parts, t["query"], t["key"], t["value"].shape[-1])
     else:
         new = hybrid_in_torch(*given, state, *others)
@@ -196,9 +227,12 @@ def hybrid_in_torch(query, key, value, sink_query, position, far_query, far_key,
 
 
 def delta(t, options, constants):
-    given = (t[name] for name in ("query", "key", "value", "log_decay", "beta"))
-    how = {"erases": options["erases"], "key_mask": t.get("key_mask"), "state": t.get("state")}
-    return list(kernels_delta_torch.gated_delta(*given, **how))
+    given = [t[name] for name in ("query", "key", "value", "log_decay", "beta")]
+    how = {"erases": options["erases"], "key_mask": t.get("key_mask")}
+    found = list(kernels_delta_torch.gated_delta(*given, state=t.get("state"), **how))
+    if not torch.is_grad_enabled():  # a step
+        check_rows([t["state"]], lambda x, rows: kernels_delta_torch.gated_delta(*given, state=x[0], rows=rows, **how))
+    return found
 
 
 def elu(t, options, constants):

@@ -23,17 +23,13 @@ def test_errors_would_be_seen(converted, monkeypatch):
     folder, texts = converted("hybrid"), prompts(12)
     with engine(folder, max_num_batched_tokens=96) as llm:
         right = written(llm, texts)
-        load = states.StateLayer._load
-        monkeypatch.setattr(states.StateLayer, "_load", lambda self, rows: load(self, rows.flip(0)))
+        step = states.StateLayer.step
+        monkeypatch.setattr(states.StateLayer, "step", lambda self, inputs, rows: step(self, inputs, rows.flip(0)))
         swapped = written(llm, texts)
-        monkeypatch.setattr(states.StateLayer, "_load", load)
+        monkeypatch.setattr(states.StateLayer, "step", step)
         run = states.ConvertedLayer.run
         monkeypatch.setattr(
-            states.ConvertedLayer,
-            "run",
-            lambda self, inputs, first=0, state=None: run(
-                self, inputs, first, state if inputs.query.shape[2] == 1 else None
-            ),
+            states.ConvertedLayer, "run", lambda self, inputs, first=0, state=None: run(self, inputs, first)
         )
         forgetful = written(llm, texts)
     assert right == expected(folder, texts)

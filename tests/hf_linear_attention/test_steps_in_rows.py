@@ -1,0 +1,176 @@
+"""A step on rows of a cache: the states of many sequences are blocks of larger tensors, and change where they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from matrix import SCALING, add_gates, build_mechanism, mechanism_of, move, qkv, rows
+from operators import OPERATORS
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from hf_linear_attention.kernels.cpu import library
+from hf_linear_attention.mechanisms.base import MechanismInputs, Rotary
+
+
+LENGTH, BLOCKS, PLACES, UNUSED = 9, 5, (3, 1), 77
+# What the rows of the matrix have not: positions in the state, and what needs positions without that.
+WITH_POSITIONS = {
+    "hybrid-rope": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "rope": "partial", "rope_frequencies": 1},
+    "hybrid-sinks": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "trained_length": 6},
+    "linear-rope": {"mechanism": "linear", "feature_map": "exp", "rope": "partial", "rope_frequencies": 1},
+    "gated_delta-rope": {"mechanism": "gated_delta", "rope": "partial", "rope_frequencies": 1},
+}
+# What C computes where the states are.
+IN_PLACE = (
+    "hybrid",
+    "hybrid-decay",
+    "hybrid-window-maximum",
+    "hybrid-rope",
+    "linear-elu1",
+    "linear-exp",
+    "linear-decay",
+)
+IN_PLACE += ("performer", "performer-geometry", "gated_delta", "gated_delta-channel")
+
+
+def mechanism_named(name: str):
+    if name in WITH_POSITIONS:
+        mechanism = move(mechanism_of(WITH_POSITIONS[name], rotary=Rotary((1.0, 0.1)), is_causal=True))
+        if mechanism.needs_gates:
+            mechanism.register_forward_pre_hook(add_gates)
+        return mechanism
+    return build_mechanism(name)
+
+
+STEPS = [
+    *(name for name in rows(causal=True, state=True) if not build_mechanism(name).num_growing),
+    *WITH_POSITIONS,
+]
+
+
+def inputs_of(mechanism, dtype, start: int, stop: int) -> MechanismInputs:
+    """Some tokens of two sequences, of which the second is three tokens ahead."""
+    inputs = MechanismInputs(*(x[:, :, start:stop] for x in qkv(LENGTH, dtype=dtype)), None, SCALING, True)
+    if mechanism.needs_positions:
+        positions = torch.arange(start, stop, dtype=torch.int32) + torch.tensor([[0], [3]])
+        inputs = mechanism.prepare(inputs._replace(positions=positions.int()))
+    return inputs
+
+
+def cache_of(state, places=PLACES):
+    """Tensors with the blocks of these states, which stand apart, and the memory that holds them and one block more."""
+    memory = [torch.full((BLOCKS + 1, x[0].numel() + 3), UNUSED, dtype=x.dtype) for x in state]
+    blocks = [full[:-1, :-3].view(BLOCKS, *x.shape[1:]) for full, x in zip(memory, state)]
+    for block, x in zip(blocks, state):
+        block.index_copy_(0, torch.tensor(places), x)
+    return tuple(blocks), memory
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_in_rows_is_the_step_of_the_states_there_and_changes_nothing_else(name, backend):
+    mechanism, rows = mechanism_named(name), torch.tensor(PLACES)
+    for dtype in (torch.float32, torch.bfloat16):
+        _, state = mechanism(inputs_of(mechanism, dtype, 0, LENGTH - 1))
+        state, one = tuple(x.contiguous() for x in state), inputs_of(mechanism, dtype, LENGTH - 1, LENGTH)
+        blocks, memory = cache_of(state)
+        expected, expected_state = mechanism(one, state)
+        output = mechanism.step_in_rows(one, blocks, rows)
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)
+        for block, full, x in zip(blocks, memory, expected_state):
+            torch.testing.assert_close(block.index_select(0, rows), x, rtol=0, atol=0)
+            block.index_fill_(0, rows, UNUSED)
+            assert torch.equal(full, torch.full_like(full, UNUSED))
+
+
+@torch.no_grad()
+@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_no_state_is_copied_where_c_computes(name, monkeypatch):
+    mechanism = mechanism_named(name)
+    blocks, _ = cache_of(mechanism(inputs_of(mechanism, torch.float32, 0, LENGTH - 1))[1])
+    written = []
+    monkeypatch.setattr(torch.Tensor, "index_copy_", lambda x, *given: written.append(x) or x)
+    mechanism.step_in_rows(inputs_of(mechanism, torch.float32, LENGTH - 1, LENGTH), blocks, torch.tensor(PLACES))
+    assert not written
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["hybrid", "hybrid-rope", "linear-elu1", "linear-exp", "gated_delta", "window"])
+def test_what_does_not_fit_is_refused_before_a_state_changes(name, backend):
+    mechanism = mechanism_named(name)
+    one = inputs_of(mechanism, torch.float32, LENGTH - 1, LENGTH)
+    blocks, memory = cache_of(mechanism(inputs_of(mechanism, torch.float32, 0, LENGTH - 1))[1])
+    before = [x.clone() for x in memory]
+    for number in (-1, BLOCKS, 2**62):
+        with pytest.raises(IndexError):
+            mechanism.step_in_rows(one, blocks, torch.tensor([1, number]))
+    for wrong in (torch.tensor([1]), torch.tensor([[1, 3]]), torch.tensor([1, 3], dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"`rows` is torch.int\d\d \[.*\]; it must be int64 \[2\]"):
+            mechanism.step_in_rows(one, blocks, wrong)
+    with pytest.raises(ValueError, match="one token per sequence and no mask"):
+        mechanism.step_in_rows(inputs_of(mechanism, torch.float32, 0, 2), blocks, torch.tensor(PLACES))
+    assert all(torch.equal(x, y) for x, y in zip(memory, before))
+
+
+@torch.no_grad()
+@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
+@pytest.mark.parametrize("name", ["hybrid", "linear-elu1", "linear-exp", "gated_delta"])
+def test_the_operators_take_only_blocks_of_the_right_form(name):
+    mechanism = mechanism_named(name)
+    one, rows = inputs_of(mechanism, torch.float32, LENGTH - 1, LENGTH), torch.tensor(PLACES)
+    blocks, _ = cache_of(mechanism(inputs_of(mechanism, torch.float32, 0, LENGTH - 1))[1])
+    first, *others = blocks
+    for problem, wrong in {
+        "strides .* dense": first.mT.contiguous().mT,
+        "strides .* dense, with none": first[:1].expand(first.shape),
+        "it must have": first[..., :-1].contiguous(),
+        r"torch\.float64": first.double(),
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            mechanism.step_in_rows(one, (wrong, *others), rows)
+
+
+@torch.no_grad()
+@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
+def test_the_operators_check_the_rows_themselves():
+    query, key, state = torch.rand(2, 4, 1, 8), torch.rand(2, 2, 1, 8), torch.rand(BLOCKS, 2, 8, 9)
+    gate = torch.rand(2, 2, 1)
+    for wrong in (torch.tensor([1]), torch.tensor([1, 3], dtype=torch.int32)):
+        with pytest.raises(ValueError, match="`rows`"):
+            OPERATORS.attention_step_(query, key, key, state, None, False, wrong)
+        with pytest.raises(ValueError, match="`rows`"):
+            OPERATORS.gated_delta_step_(query, key, key, -gate, gate, state[..., 1:].contiguous(), True, wrong)
+    with pytest.raises(IndexError, match=r"`rows` = \[1, 5\] has a number that is none of the 5 blocks"):
+        OPERATORS.attention_step_(query, key, key, state, None, False, torch.tensor([1, BLOCKS]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name", ["hybrid", "hybrid-rope", "linear-elu1", "linear-exp", "gated_delta", "window", "performer"]
+)
+def test_a_step_in_rows_beside_the_cpu_waits_for_nothing(name):
+    """As on a GPU, tensors on `meta` are eager and not for C; they have no values to branch on or to wait for."""
+    mechanism = mechanism_named(name)
+    one = inputs_of(mechanism, torch.bfloat16, LENGTH - 1, LENGTH)
+    states, _ = cache_of(mechanism(inputs_of(mechanism, torch.bfloat16, 0, LENGTH - 1))[1])
+    one = MechanismInputs(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in one))
+    states, places = tuple(x.to("meta") for x in states), torch.tensor(PLACES, device="meta")
+    output = mechanism.to("meta").step_in_rows(one, states, places)
+    assert (output.device.type, output.dtype, output.shape) == ("meta", torch.bfloat16, (2, 1, 4, 8))
+    with pytest.raises(RuntimeError, match="meta"):
+        bool(states[0].any())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["hybrid-rope", "linear-exp", "gated_delta", "window"])
+def test_a_step_in_rows_of_fake_tensors(name):
+    mechanism = mechanism_named(name)
+    one = inputs_of(mechanism, torch.float32, LENGTH - 1, LENGTH)
+    states, _ = cache_of(mechanism(inputs_of(mechanism, torch.float32, 0, LENGTH - 1))[1])
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        one = MechanismInputs(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in one))
+        states, places = tuple(map(mode.from_tensor, states)), mode.from_tensor(torch.tensor(PLACES))
+        assert mechanism.step_in_rows(one, states, places).shape == (2, 1, 4, 8)
+        with pytest.raises(DataDependentOutputException):
+            bool(states[0].any())
