@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import CompilationMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.model_executor.models.transformers import (
@@ -40,6 +40,11 @@ class ConvertedMixin:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         reset_mechanisms(self.model)  # fills buffers that no checkpoint has
+
+    def _decorate_for_torch_compile(self) -> None:
+        """Change the class of the model only where graphs are compiled: this process may use it without vLLM too."""
+        if self.compilation_config.mode != CompilationMode.NONE:
+            super()._decorate_for_torch_compile()
 
     @cached_property
     def _from_config_kwargs(self) -> dict[str, Any]:
