@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from vllm.config import CompilationMode, VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.layers.pooler import DispatchPooler
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.model_executor.models.transformers import (
     TransformersEmbeddingModel,
@@ -23,6 +25,8 @@ from ..mechanisms.base import MechanismInputs
 from ..modeling_linear_attention import linear_attention_modules, reset_mechanisms
 from . import OPERATOR
 from .config import STOCK_LAYER_TYPES
+from .families import counts_after_padding
+from .heads import ClassificationHead, match_logits
 from .states import EncoderLayer, StateLayer
 
 
@@ -104,6 +108,8 @@ class DecoderForCausalLM(ConvertedMixin, TransformersForCausalLM, HasInnerState,
         pages = {spec.page_size_bytes for spec in self.get_mamba_specs_from_config(vllm_config)}
         if len(pages) > 1:  # layers with different settings
             vllm_config.cache_config.mamba_page_size_padded = max(pages)
+        if isinstance(processor := getattr(self, "logits_processor", None), LogitsProcessor):  # not in embedding models
+            match_logits(processor, self.config)
 
     @classmethod
     def get_mamba_specs_from_config(cls, vllm_config: VllmConfig) -> list[Any]:
@@ -117,22 +123,30 @@ class DecoderForCausalLM(ConvertedMixin, TransformersForCausalLM, HasInnerState,
         return (get_temporal_copy_spec,)
 
 
-class EncoderForEmbedding(ConvertedMixin, TransformersEmbeddingModel):
-    """Every `Linear<X>Model` of an encoder."""
-
-
-class EncoderForClassification(ConvertedMixin, TransformersForSequenceClassification):
-    """Every `Linear<X>ForSequenceClassification` of an encoder whose classifier is one module over hidden states.
-
-    Raises:
-        ValueError: for a classifier that is a linear layer over what other modules make of the hidden states, as in
-            BERT: vLLM's Transformers backend leaves those modules out.
-    """
+class EncoderMixin(ConvertedMixin):
+    """What encoders share."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        if isinstance(self.classifier, torch.nn.Linear):
-            raise ValueError(
-                f"{vllm_config.model_config.architectures[0]} has more between its hidden states and its classifier "
-                "than vLLM computes; serve its embeddings, or classify with transformers."
-            )
+        self.is_roberta = counts_after_padding(self.model)  # whether vLLM adds that number to all positions
+
+
+class EncoderForEmbedding(EncoderMixin, TransformersEmbeddingModel):
+    """Every `Linear<X>Model` of an encoder."""
+
+
+class EncoderForClassification(EncoderMixin, TransformersForSequenceClassification):
+    """Every `Linear<X>ForSequenceClassification` of an encoder, with all modules of the stock classifier."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        head = ClassificationHead(self.config)
+        for name, part in head.parts.items():
+            self.init_parameters(part, dtype=self.model_config.head_dtype)
+            setattr(self, name, part)
+        if head.pooler is not None:
+            self.init_parameters(head.pooler, dtype=self.model_config.head_dtype)
+            self.model.pooler = head.pooler
+        pooler_config = vllm_config.model_config.pooler_config
+        pooler_config.seq_pooling_type = head.pooling()
+        self.pooler = DispatchPooler.for_seq_cls(pooler_config, classifier=head)
