@@ -1,10 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which families vLLM's Transformers backend runs as transformers does, with the texts of many requests in one row."""
+"""Which families vLLM's Transformers backend runs as transformers does.
+
+To that backend the tokens of all requests are one text: the numbers of their places go with them, and attention keeps
+the requests apart. A model that looks at neighbours in any other way computes something else there, without an error.
+So encoders are served that have been compared with transformers; of decoders, in which only attention and recurrences
+look at other tokens, those are refused that failed the comparison.
+"""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
+
+from ..attention.transformers_internals import is_masked_lm
+from ..configuration_linear_attention import is_causal_config
+
+
+ENCODERS = frozenset(
+    {
+        *("bert", "camembert", "data2vec-text", "distilbert", "electra", "ernie", "eurobert", "modernbert", "roberta"),
+        *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    }
+)
+_RENAMED = "vLLM does not rename and split the weights of its checkpoints as transformers does"
+_OTHER_INPUTS = "it reads more of a document than numbers of tokens, which vLLM cannot pass"
+REASONS = {
+    "albert": "all its layers are one module, and vLLM wants one for each layer",
+    "esm": "it counts masked tokens and places over all requests of a step",
+    "gte": _RENAMED,
+    "jina_embeddings_v3": _RENAMED,
+    "layoutlm": _OTHER_INPUTS,
+    "markuplm": _OTHER_INPUTS,
+    "mobilebert": "it joins the embeddings of neighbouring tokens, which may belong to different requests",
+    "mpt": "it asks for an attention mask, and vLLM makes none",
+    "nomic_bert": _RENAMED,
+    "roc_bert": _OTHER_INPUTS,
+}
+
+
+def is_encoder(config: Any) -> bool:
+    """Whether the tokens of a model with this config see later ones."""
+    return not is_causal_config(config, config.stock_model_type)
+
+
+def refuse_family(config: Any) -> None:
+    """Refuse a model that would compute something else in vLLM than in transformers.
+
+    Raises:
+        ValueError: for such a model; it names the family and the reason.
+    """
+    family = config.stock_model_type
+    reason = REASONS.get(family)
+    if is_encoder(config):
+        if family not in ENCODERS and reason is None:
+            reason = "this encoder was not compared with transformers there"
+        instead = "encode with transformers"
+    else:
+        if is_masked_lm(family):
+            reason = "as a decoder (`is_decoder`) it was not compared with transformers there"
+        instead = "serve it with `hf-linear-attention serve`"
+    if reason is not None:
+        raise ValueError(f"vLLM cannot serve a converted `{family}`: {reason}; {instead}.")
 
 
 def counts_after_padding(model: Any) -> bool:

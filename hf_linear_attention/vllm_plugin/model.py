@@ -18,6 +18,7 @@ from vllm.model_executor.models.transformers import (
     TransformersEmbeddingModel,
     TransformersForCausalLM,
     TransformersForSequenceClassification,
+    TransformersMoEForCausalLM,
 )
 from vllm.model_executor.models.transformers.fusers.attention import AttentionFuser
 
@@ -103,13 +104,19 @@ class DecoderForCausalLM(ConvertedMixin, TransformersForCausalLM, HasInnerState,
     It is a hybrid even without softmax layers, because vLLM knows that of a class, and layers differ by checkpoint.
     """
 
+    def __new__(cls, *, vllm_config: VllmConfig, prefix: str = "") -> DecoderForCausalLM:
+        """A model with experts gets vLLM's layers for them; which model has them is known from its config."""
+        if vllm_config.model_config.is_moe and not issubclass(cls, TransformersMoEForCausalLM):
+            cls = type(cls.__name__, (cls, TransformersMoEForCausalLM), {})
+        return super().__new__(cls)
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         pages = {spec.page_size_bytes for spec in self.get_mamba_specs_from_config(vllm_config)}
         if len(pages) > 1:  # layers with different settings
             vllm_config.cache_config.mamba_page_size_padded = max(pages)
         if isinstance(processor := getattr(self, "logits_processor", None), LogitsProcessor):  # not in embedding models
-            match_logits(processor, self.config)
+            match_logits(processor, self._from_config_kwargs["config"])
 
     @classmethod
     def get_mamba_specs_from_config(cls, vllm_config: VllmConfig) -> list[Any]:
