@@ -31,6 +31,7 @@ REASONS = {
     "jina_embeddings_v3": _RENAMED,
     "layoutlm": _OTHER_INPUTS,
     "markuplm": _OTHER_INPUTS,
+    "modernbert-decoder": "it has more between its last hidden state and its output layer than vLLM computes",
     "mobilebert": "it joins the embeddings of neighbouring tokens, which may belong to different requests",
     "mpt": "it asks for an attention mask, and vLLM makes none",
     "nomic_bert": _RENAMED,
