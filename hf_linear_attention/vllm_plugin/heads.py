@@ -71,6 +71,7 @@ class ClassificationHead:
 
     Args:
         config: that of the model.
+        dtype, device: of the parameters, which have no values yet.
 
     Attributes:
         model: the stock model on the meta device; only what is not below its base model is computed.
@@ -78,12 +79,15 @@ class ClassificationHead:
         parts: the modules above the base model by their names in the checkpoint.
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str) -> None:
         with torch.device("meta"):
-            self.model = AutoModelForSequenceClassification.from_config(config).eval()
+            self.model = AutoModelForSequenceClassification.from_config(config, dtype=dtype).eval()
         base = self.model.base_model
         self.pooler = getattr(base, "pooler", None)
         self.parts = {name: part for name, part in self.model.named_children() if part is not base}
+        for part in (self.pooler, *self.parts.values()):
+            if part is not None:
+                part.to_empty(device=device)
 
     def __call__(self, pooled: torch.Tensor) -> torch.Tensor:
         """The logits `[B, classes]` of one vector `[B, E]` for each text."""

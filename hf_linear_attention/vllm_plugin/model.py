@@ -147,12 +147,10 @@ class EncoderForClassification(EncoderMixin, TransformersForSequenceClassificati
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        head = ClassificationHead(self.config)
+        head = ClassificationHead(self.config, self.model_config.head_dtype, self.device_config.device)
         for name, part in head.parts.items():
-            self.init_parameters(part, dtype=self.model_config.head_dtype)
             setattr(self, name, part)
         if head.pooler is not None:
-            self.init_parameters(head.pooler, dtype=self.model_config.head_dtype)
             self.model.pooler = head.pooler
         pooler_config = vllm_config.model_config.pooler_config
         pooler_config.seq_pooling_type = head.pooling()

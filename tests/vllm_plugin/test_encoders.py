@@ -74,9 +74,9 @@ def test_sentences_of_a_real_model_are_few_calls(tmp_path, monkeypatch):
     model = convert(transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float32), mechanism="hybrid").eval()
     model.save_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    words = "the linear time of every token in a long text is the same as that of one before it".split()
-    texts = [" ".join(words[place % len(words)] for place in range(2 + 11 * number)) for number in range(23)]
-    texts.append(words[0])
+    words = ["a", "long", "text", "has", "linear", "time"]
+    lengths = [1, *(2 + 11 * number for number in range(23))]  # in words, which are tokens
+    texts = [" ".join(words[place % len(words)] for place in range(length)) for length in lengths]
     calls, run = [], states.ConvertedLayer.run
     monkeypatch.setattr(states.ConvertedLayer, "run", lambda self, *args: calls.append(self) or run(self, *args))
     with engine(tmp_path, **OPTIONS | {"max_num_batched_tokens": 8192}) as llm:
@@ -109,7 +109,8 @@ def test_classes(tmp_path, name):
     ],
 )
 def test_a_classifier_gets_the_hidden_states_that_it_reads(kind, sizes, pooling):
-    assert heads.ClassificationHead(transformers.AutoConfig.for_model(kind, **sizes)).pooling() == pooling
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    assert heads.ClassificationHead(config, torch.float32, "cpu").pooling() == pooling
 
 
 def test_a_classifier_that_reads_more_is_refused(monkeypatch):
@@ -121,7 +122,7 @@ def test_a_classifier_that_reads_more_is_refused(monkeypatch):
         return output
 
     monkeypatch.setattr(transformers.BertForSequenceClassification, "forward", read_second_token)
-    head = heads.ClassificationHead(transformers.BertConfig(**SMALL))
+    head = heads.ClassificationHead(transformers.BertConfig(**SMALL), torch.float32, "cpu")
     with pytest.raises(ValueError, match="BertForSequenceClassification reads more"):
         head.pooling()
 
