@@ -24,17 +24,23 @@ ENCODERS = frozenset(
 )
 _RENAMED = "vLLM does not rename and split the weights of its checkpoints as transformers does"
 _OTHER_INPUTS = "it reads more of a document than numbers of tokens, which vLLM cannot pass"
+_RECURRENT = "it has recurrent layers of its own, whose states would mix the requests of a step"
 REASONS = {
     "albert": "all its layers are one module, and vLLM wants one for each layer",
     "esm": "it counts masked tokens and places over all requests of a step",
+    "falcon_h1": _RECURRENT,
     "gte": _RENAMED,
     "jina_embeddings_v3": _RENAMED,
     "layoutlm": _OTHER_INPUTS,
+    "lfm2": _RECURRENT,
+    "lfm3": _RECURRENT,
     "markuplm": _OTHER_INPUTS,
     "modernbert-decoder": "it has more between its last hidden state and its output layer than vLLM computes",
     "mobilebert": "it joins the embeddings of neighbouring tokens, which may belong to different requests",
     "mpt": "it asks for an attention mask, and vLLM makes none",
+    "nemotron_h": _RECURRENT,
     "nomic_bert": _RENAMED,
+    "olmo_hybrid": _RECURRENT,
     "roc_bert": _OTHER_INPUTS,
 }
 
@@ -69,3 +75,17 @@ def counts_after_padding(model: Any) -> bool:
     function, stock = "create_position_ids_from_input_ids", type(model).stock_class
     owners = [sys.modules[stock.__module__], *map(type, model.modules())]
     return any(hasattr(owner, function) for owner in owners)
+
+
+def refuse_other_values(module: Any) -> None:
+    """Refuse a converted attention whose values are not as wide as its keys.
+
+    Raises:
+        ValueError: for multi-head latent attention; it names the class.
+    """
+    width, value_width = module.linear_attention.shape.head_dim, getattr(module, "v_head_dim", None)
+    if value_width not in (None, width):
+        raise ValueError(
+            f"{type(module).__name__} has values of {value_width} numbers and keys of {width}, and the states in vLLM's "
+            "cache are laid out for equal ones; serve it with `hf-linear-attention serve`."
+        )

@@ -26,7 +26,7 @@ from ..mechanisms.base import MechanismInputs
 from ..modeling_linear_attention import linear_attention_modules, reset_mechanisms
 from . import OPERATOR
 from .config import STOCK_LAYER_TYPES
-from .families import counts_after_padding
+from .families import counts_after_padding, refuse_other_values
 from .heads import ClassificationHead, match_logits
 from .states import EncoderLayer, StateLayer
 
@@ -93,6 +93,7 @@ class ConvertedMixin:
             module.linear_attention_backend = partial(attend, name)
             if not module.linear_attention_is_causal:
                 return EncoderLayer(module, **kwargs)
+            refuse_other_values(module)
             return StateLayer(module, self.model_config.dtype, name)
 
         return make
