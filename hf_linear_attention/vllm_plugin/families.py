@@ -24,23 +24,28 @@ ENCODERS = frozenset(
 )
 _RENAMED = "vLLM does not rename and split the weights of its checkpoints as transformers does"
 _OTHER_INPUTS = "it reads more of a document than numbers of tokens, which vLLM cannot pass"
+_EXPERTS = "vLLM's layers for experts cannot take its router"
 _RECURRENT = "it has recurrent layers of its own, whose states would mix the requests of a step"
 REASONS = {
     "albert": "all its layers are one module, and vLLM wants one for each layer",
     "esm": "it counts masked tokens and places over all requests of a step",
     "falcon_h1": _RECURRENT,
     "gte": _RENAMED,
+    "hy_v3": _EXPERTS,
     "jina_embeddings_v3": _RENAMED,
     "layoutlm": _OTHER_INPUTS,
     "lfm2": _RECURRENT,
     "lfm3": _RECURRENT,
+    "llama4_text": _EXPERTS,
     "markuplm": _OTHER_INPUTS,
-    "modernbert-decoder": "it has more between its last hidden state and its output layer than vLLM computes",
+    "minimax_m2": _EXPERTS,
     "mobilebert": "it joins the embeddings of neighbouring tokens, which may belong to different requests",
+    "modernbert-decoder": "it has more between its last hidden state and its output layer than vLLM computes",
     "mpt": "it asks for an attention mask, and vLLM makes none",
     "nemotron_h": _RECURRENT,
     "nomic_bert": _RENAMED,
     "olmo_hybrid": _RECURRENT,
+    "phimoe": _EXPERTS,
     "roc_bert": _OTHER_INPUTS,
 }
 
