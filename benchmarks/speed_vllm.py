@@ -11,11 +11,10 @@ rounds' ratios. Needs an environment with vLLM. About a quarter of an hour.
 from __future__ import annotations
 
 import importlib.util
-import json
+import itertools
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StoppingCriteria
 
-from benchmarks.common import ROOT, Table, Times, median_ratio, parse, save, table
+from benchmarks.common import Table, Times, median_ratio, parse, save, table
 from hf_linear_attention import convert
 
 
@@ -42,6 +41,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+SPAWN = multiprocessing.get_context("spawn")
 Marks = list[float]
 """CPU seconds of a process: before the prompts, after they are read, and after each further token of all of them."""
 
@@ -91,60 +91,31 @@ class Transformers:
 
 
 class Worker:
-    """vLLM's engine in a process of its own, to which this one writes lines of JSON.
+    """vLLM's engine in a process of its own, which answers a question at a time; `recv` fails if it has died."""
 
-    Args:
-        folder: the model.
-        words: further options for its `main`.
-    """
-
-    def __init__(self, folder: Path, words: list[str]) -> None:
-        self.log = folder.parent / f"{folder.name}.log"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.speed_vllm", "--worker", str(folder), *words],
-            cwd=ROOT,
-            env=os.environ | ENVIRONMENT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("w"),
-            text=True,
-        )
-
-    def ask(self, **question: Any) -> Any:
-        """Its answer.
-
-        Raises:
-            RuntimeError: with the end of its log, if it has died.
-        """
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-        if not (line := self.process.stdout.readline()):
-            raise RuntimeError(f"An engine of vLLM has died:\n{self.log.read_text(encoding='utf-8')[-2000:]}")
-        return json.loads(line)
+    def __init__(self, folder: Path, cases: list[tuple[int, int]]) -> None:
+        self.pipe, end = SPAWN.Pipe()
+        SPAWN.Process(target=work, args=(end, str(folder), cases), daemon=True).start()
+        end.close()
 
     def run(self, length: int, count: int) -> Marks:
-        """Continue prompts."""
-        return self.ask(length=length, count=count)
+        """Continue prompts; for no prompts, the bytes of a cache of this length."""
+        self.pipe.send((length, count))
+        return self.pipe.recv()
 
 
-def work(folder: str, cases: list[tuple[int, int]]) -> None:
-    """What the process of a `Worker` does: answer questions until there are no more."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints, too
+def work(pipe: Any, folder: str, cases: list[tuple[int, int]]) -> None:
+    """What the process of a `Worker` does."""
     from vllm import LLM
 
+    torch.set_num_threads(1)
     longest, most = max(length for length, _ in cases) + NEW_TOKENS, max(count for _, count in cases)
     options = {"max_model_len": longest, "max_num_seqs": most, "max_num_batched_tokens": 2048}
-    options |= {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
+    options |= {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "use_tqdm_on_load": False}
     engine: Any = LLM(folder, enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30, **options).llm_engine
-    for number, line in enumerate(sys.stdin):
-        question = json.loads(line)
-        length, count = question["length"], question.get("count")
-        answer = bytes_of_cache(engine, length) if count is None else step_through(engine, number, length, count)
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    for number in itertools.count():
+        length, count = pipe.recv()
+        pipe.send(step_through(engine, number, length, count) if count else bytes_of_cache(engine, length))
 
 
 def step_through(engine: Any, number: int, length: int, count: int) -> Marks:
@@ -206,27 +177,18 @@ def speeds(phase: str, found: dict[str, Times]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, or with `--worker` be the process of an engine."""
-    arguments = parse(__doc__, argv, {"rounds": 1}, rounds=5, worker=None)
+    """Measure all cases."""
+    arguments = parse(__doc__, argv, {"rounds": 1}, rounds=5)
     cases = QUICK_CASES if arguments.quick else CASES
     if importlib.util.find_spec("vllm") is None:
-        raise SystemExit("This benchmark needs vLLM; see docs/serving.md for an environment with it.")
-    if arguments.worker is not None:
-        work(arguments.worker, cases)
-        return
+        raise SystemExit("This benchmark needs an environment with vLLM; see the page on serving.")
+    os.environ |= ENVIRONMENT
     with tempfile.TemporaryDirectory() as folder:
         folders = save_models(Path(folder))
-        workers = {name: Worker(path, ["--quick"] * arguments.quick) for name, path in folders.items()}
-        runners: dict[str, Any] = dict(workers)
-        runners |= {f"generate {name}": Transformers(folders[name]) for name in SETTINGS}
-        try:
-            found = measure(runners, cases, arguments.rounds)
-            lengths = [length for length, _ in cases]
-            memory = [[f"{n:,}", *(worker.ask(length=n) for worker in workers.values())] for n in lengths]
-        finally:
-            for worker in workers.values():
-                worker.process.kill()
-                worker.process.wait()
+        workers = {name: Worker(path, cases) for name, path in folders.items()}
+        runners = workers | {f"generate {name}": Transformers(folders[name]) for name in SETTINGS}
+        found = measure(runners, cases, arguments.rounds)
+        memory = [[f"{length:,}", *(worker.run(length, 0) for worker in workers.values())] for length, _ in cases]
     tables = [speeds(phase, times) for phase, times in found.items()]
     tables.append(table(["tokens of context, bytes of cache a sequence", *workers], memory))
     save(arguments, "speed_vllm", tables, seconds_per_token=found)

@@ -91,6 +91,6 @@ def refuse_other_values(module: Any) -> None:
     width, value_width = module.linear_attention.shape.head_dim, getattr(module, "v_head_dim", None)
     if value_width not in (None, width):
         raise ValueError(
-            f"{type(module).__name__} has values of {value_width} numbers and keys of {width}, and the states in vLLM's "
-            "cache are laid out for equal ones; serve it with `hf-linear-attention serve`."
+            f"{type(module).__name__} has values of {value_width} numbers and keys of {width}, and the states in "
+            "vLLM's cache are laid out for equal ones; serve it with `hf-linear-attention serve`."
         )
