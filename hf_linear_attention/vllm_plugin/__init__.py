@@ -60,6 +60,7 @@ def _register_models() -> None:
         # vLLM makes embedding models and classifiers of a class for text; it finds that class by its name.
         (None, decoders.keys() - encoders.keys(), bases),
         (None, decoders.keys() - encoders.keys(), classifiers),
+        (None, decoders.keys() | encoders.keys(), modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
     )
     for name, model_types, classes in families:
         for stock in {classes.get(model_type) for model_type in model_types}:

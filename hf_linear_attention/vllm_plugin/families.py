@@ -14,6 +14,7 @@ from typing import Any
 
 from ..attention.transformers_internals import is_masked_lm
 from ..configuration_linear_attention import is_causal_config
+from ..positions.limit import PositionLimit
 
 
 ENCODERS = frozenset(
@@ -28,6 +29,7 @@ _EXPERTS = "vLLM's layers for experts cannot take its router"
 _RECURRENT = "it has recurrent layers of its own, whose states would mix the requests of a step"
 REASONS = {
     "albert": "all its layers are one module, and vLLM wants one for each layer",
+    "aria_text": _EXPERTS,
     "esm": "it counts masked tokens and places over all requests of a step",
     "falcon_h1": _RECURRENT,
     "gte": _RENAMED,
@@ -66,6 +68,8 @@ def refuse_family(config: Any) -> None:
     if is_encoder(config):
         if family not in ENCODERS and reason is None:
             reason = "this encoder was not compared with transformers there"
+        if (config.architectures or [""])[0].endswith("ForTokenClassification"):
+            reason = "of encoders it has embeddings and classes of texts, and not of tokens"
         instead = "encode with transformers"
     else:
         if is_masked_lm(family):
@@ -80,6 +84,29 @@ def counts_after_padding(model: Any) -> bool:
     function, stock = "create_position_ids_from_input_ids", type(model).stock_class
     owners = [sys.modules[stock.__module__], *map(type, model.modules())]
     return any(hasattr(owner, function) for owner in owners)
+
+
+def check_positions(model: Any, longest: int) -> None:
+    """Compare the tables of learned positions with the longest text once, and no longer in each pass.
+
+    A pass has the tokens of many texts, so its length says nothing, and to look at positions would wait for a GPU.
+
+    Args:
+        longest: vLLM's `max_model_len`.
+
+    Raises:
+        ValueError: if a token of such a text would have no position.
+    """
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if not isinstance(hook, PositionLimit):
+                continue
+            if longest > hook.limit:
+                raise ValueError(
+                    f"Got `max_model_len` = {longest:,}, but {type(module).__name__} has learned positions for "
+                    f"{hook.limit:,}; pass `--max-model-len {hook.limit}`."
+                )
+            del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
 
 def refuse_other_values(module: Any) -> None:

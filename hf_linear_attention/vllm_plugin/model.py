@@ -26,7 +26,7 @@ from ..mechanisms.base import MechanismInputs
 from ..modeling_linear_attention import linear_attention_modules, reset_mechanisms
 from . import OPERATOR
 from .config import STOCK_LAYER_TYPES
-from .families import counts_after_padding, refuse_other_values
+from .families import check_positions, counts_after_padding, refuse_other_values
 from .heads import ClassificationHead, match_logits
 from .states import EncoderLayer, StateLayer
 
@@ -44,6 +44,7 @@ class ConvertedMixin:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        check_positions(self.model, self.model_config.max_model_len)
         reset_mechanisms(self.model)  # fills buffers that no checkpoint has
 
     def _decorate_for_torch_compile(self) -> None:

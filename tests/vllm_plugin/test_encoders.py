@@ -161,9 +161,25 @@ def test_decoders_classify_a_text_by_its_last_token(tmp_path):
     ],
 )
 def test_families_that_vllm_would_compute_wrongly_are_refused(kind, is_decoder, message):
-    config = SimpleNamespace(stock_model_type=kind, is_decoder=is_decoder, is_encoder_decoder=False)
+    config = SimpleNamespace(stock_model_type=kind, is_decoder=is_decoder, architectures=None)
     with pytest.raises(ValueError, match=message):
         families.refuse_family(config)
+
+
+def test_classes_of_tokens_are_refused():
+    config = SimpleNamespace(
+        stock_model_type="bert", is_decoder=False, architectures=["LinearBertForTokenClassification"]
+    )
+    with pytest.raises(ValueError, match="`bert`: of encoders it has embeddings and classes of texts"):
+        families.refuse_family(config)
+
+
+def test_texts_without_positions_are_refused_when_the_model_is_loaded():
+    model = convert(transformers.RobertaModel(transformers.RobertaConfig(**SMALL | {"max_position_embeddings": 66})))
+    with pytest.raises(ValueError, match="`max_model_len` = 66, but RobertaEmbeddings has learned positions for 65"):
+        families.check_positions(model, 66)
+    families.check_positions(model, 65)
+    assert not model.embeddings._forward_pre_hooks
 
 
 def test_an_engine_says_so(tmp_path):
