@@ -20,6 +20,7 @@ from vllm.model_executor.models.transformers import (
     TransformersForSequenceClassification,
     TransformersMoEForCausalLM,
 )
+from vllm.model_executor.models.transformers.base import Base
 from vllm.model_executor.models.transformers.fusers.attention import AttentionFuser
 
 from ..mechanisms.base import MechanismInputs
@@ -39,7 +40,7 @@ def attend(prefix: str, inputs: MechanismInputs) -> torch.Tensor:
     return output
 
 
-class ConvertedMixin:
+class ConvertedMixin(Base):
     """What decoders and encoders share, before a class of vLLM's Transformers backend."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
