@@ -3,8 +3,8 @@
 
 To that backend the tokens of all requests are one text: the numbers of their places go with them, and attention keeps
 the requests apart. A model that looks at neighbours in any other way computes something else there, without an error.
-So encoders are served that have been compared with transformers; of decoders, in which only attention and recurrences
-look at other tokens, those are refused that failed the comparison.
+So families are served that were compared with transformers: the encoders named here, and all decoders of
+tested_architectures.py but those with a reason here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from ..attention.transformers_internals import is_masked_lm
 from ..configuration_linear_attention import is_causal_config
 from ..positions.limit import PositionLimit
+from ..tested_architectures import ARCHITECTURES
 
 
 ENCODERS = frozenset(
@@ -74,6 +75,8 @@ def refuse_family(config: Any) -> None:
     else:
         if is_masked_lm(family):
             reason = "as a decoder (`is_decoder`) it was not compared with transformers there"
+        elif family not in ARCHITECTURES["decoders"]:
+            reason = "this decoder was not compared with transformers there"
         instead = "serve it with `hf-linear-attention serve`"
     if reason is not None:
         raise ValueError(f"vLLM cannot serve a converted `{family}`: {reason}; {instead}.")

@@ -158,6 +158,7 @@ def test_decoders_classify_a_text_by_its_last_token(tmp_path):
         ("splinter", False, "`splinter`: this encoder was not compared"),
         ("roberta", True, "`roberta`: as a decoder"),
         ("mpt", None, "`mpt`: it asks for an attention mask"),
+        ("codegen", None, "`codegen`: this decoder was not compared"),
     ],
 )
 def test_families_that_vllm_would_compute_wrongly_are_refused(kind, is_decoder, message):
