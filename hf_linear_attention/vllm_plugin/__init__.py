@@ -49,16 +49,25 @@ def _register_models() -> None:
 
     decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     encoders = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    bases, classifiers = (
+        modeling_auto.MODEL_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
     families = (
         ("DecoderForCausalLM", decoders, decoders),
-        ("EncoderForEmbedding", encoders, modeling_auto.MODEL_MAPPING_NAMES),
-        ("EncoderForClassification", encoders, modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+        ("EncoderForEmbedding", encoders, bases),
+        ("EncoderForClassification", encoders, classifiers),
+        # vLLM makes embedding models and classifiers of a class for text; it finds that class by its name.
+        (None, decoders.keys() - encoders.keys(), bases),
+        (None, decoders.keys() - encoders.keys(), classifiers),
+        (None, decoders.keys() | encoders.keys(), modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
     )
     for name, model_types, classes in families:
         for stock in {classes.get(model_type) for model_type in model_types}:
             if isinstance(stock, str):
-                ModelRegistry.register_model(f"Linear{stock}", f"{MODEL}:{name}")
                 MODELS_CONFIG_MAP[f"Linear{stock}"] = ConvertedModelConfig
+                if name is not None:
+                    ModelRegistry.register_model(f"Linear{stock}", f"{MODEL}:{name}")
 
 
 def _register_backend() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from ..configuration_linear_attention import entries_of
+from .families import is_encoder, refuse_family
 
 
 # The attribute of the config that keeps the `layer_types` of the stock model, which builds its layers by them.
@@ -23,16 +24,17 @@ class ConvertedModelConfig(VerifyAndUpdateConfig):
         """Mark converted layers in `layer_types`; vLLM takes a model of `full_attention` alone for one without states.
 
         Raises:
-            ValueError: for `softmax_heads`, whose state grows.
+            ValueError: for `softmax_heads`, whose state grows, and for families that vLLM cannot run.
         """
         config = model_config.hf_config
+        refuse_family(config)
         if any(entry["softmax_heads"] for entry in entries_of(config.linear_attention)):
             raise ValueError(
                 "Heads with softmax attention (`softmax_heads`) keep all keys in the state, which vLLM cannot store; "
                 "serve this model with `hf-linear-attention serve`, or convert it with whole softmax layers."
             )
         types = getattr(config, "layer_types", None)
-        if not types or hasattr(config, STOCK_LAYER_TYPES):
+        if not types or hasattr(config, STOCK_LAYER_TYPES) or is_encoder(config):
             return
         converted = _converted_layers(config, types)
         setattr(config, STOCK_LAYER_TYPES, list(types))

@@ -9,20 +9,26 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import CompilationMode, VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.layers.pooler import DispatchPooler
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.model_executor.models.transformers import (
     TransformersEmbeddingModel,
     TransformersForCausalLM,
     TransformersForSequenceClassification,
+    TransformersMoEForCausalLM,
 )
+from vllm.model_executor.models.transformers.base import Base
 from vllm.model_executor.models.transformers.fusers.attention import AttentionFuser
 
 from ..mechanisms.base import MechanismInputs
 from ..modeling_linear_attention import linear_attention_modules, reset_mechanisms
 from . import OPERATOR
 from .config import STOCK_LAYER_TYPES
+from .families import check_positions, counts_after_padding, refuse_other_values
+from .heads import ClassificationHead, match_logits
 from .sharding import shard
 from .states import EncoderLayer, StateLayer
 
@@ -35,12 +41,18 @@ def attend(prefix: str, inputs: MechanismInputs) -> torch.Tensor:
     return output
 
 
-class ConvertedMixin:
+class ConvertedMixin(Base):
     """What decoders and encoders share, before a class of vLLM's Transformers backend."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        check_positions(self.model, self.model_config.max_model_len)
         reset_mechanisms(self.model)  # fills buffers that no checkpoint has
+
+    def _decorate_for_torch_compile(self) -> None:
+        """Change the class of the model only where graphs are compiled: this process may use it without vLLM too."""
+        if self.compilation_config.mode != CompilationMode.NONE:
+            super()._decorate_for_torch_compile()
 
     @cached_property
     def _from_config_kwargs(self) -> dict[str, Any]:
@@ -87,6 +99,7 @@ class ConvertedMixin:
             module.linear_attention_backend = partial(attend, name)
             if not module.linear_attention_is_causal:
                 return EncoderLayer(module, **kwargs)
+            refuse_other_values(module)
             return StateLayer(module, self.model_config.dtype, name)
 
         return make
@@ -98,11 +111,19 @@ class DecoderForCausalLM(ConvertedMixin, TransformersForCausalLM, HasInnerState,
     It is a hybrid even without softmax layers, because vLLM knows that of a class, and layers differ by checkpoint.
     """
 
+    def __new__(cls, *, vllm_config: VllmConfig, prefix: str = "") -> DecoderForCausalLM:
+        """A model with experts gets vLLM's layers for them; which model has them is known from its config."""
+        if vllm_config.model_config.is_moe and not issubclass(cls, TransformersMoEForCausalLM):
+            cls = type(cls.__name__, (cls, TransformersMoEForCausalLM), {})
+        return super().__new__(cls)
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         pages = {spec.page_size_bytes for spec in self.get_mamba_specs_from_config(vllm_config)}
         if len(pages) > 1:  # layers with different settings
             vllm_config.cache_config.mamba_page_size_padded = max(pages)
+        if isinstance(processor := getattr(self, "logits_processor", None), LogitsProcessor):  # not in embedding models
+            match_logits(processor, self._from_config_kwargs["config"])
 
     @classmethod
     def get_mamba_specs_from_config(cls, vllm_config: VllmConfig) -> list[Any]:
@@ -116,22 +137,28 @@ class DecoderForCausalLM(ConvertedMixin, TransformersForCausalLM, HasInnerState,
         return (get_temporal_copy_spec,)
 
 
-class EncoderForEmbedding(ConvertedMixin, TransformersEmbeddingModel):
-    """Every `Linear<X>Model` of an encoder."""
-
-
-class EncoderForClassification(ConvertedMixin, TransformersForSequenceClassification):
-    """Every `Linear<X>ForSequenceClassification` of an encoder whose classifier is one module over hidden states.
-
-    Raises:
-        ValueError: for a classifier that is a linear layer over what other modules make of the hidden states, as in
-            BERT: vLLM's Transformers backend leaves those modules out.
-    """
+class EncoderMixin(ConvertedMixin):
+    """What encoders share."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        if isinstance(self.classifier, torch.nn.Linear):
-            raise ValueError(
-                f"{vllm_config.model_config.architectures[0]} has more between its hidden states and its classifier "
-                "than vLLM computes; serve its embeddings, or classify with transformers."
-            )
+        self.is_roberta = counts_after_padding(self.model)  # whether vLLM adds that number to all positions
+
+
+class EncoderForEmbedding(EncoderMixin, TransformersEmbeddingModel):
+    """Every `Linear<X>Model` of an encoder."""
+
+
+class EncoderForClassification(EncoderMixin, TransformersForSequenceClassification):
+    """Every `Linear<X>ForSequenceClassification` of an encoder, with all modules of the stock classifier."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        head = ClassificationHead(self.config, self.model_config.head_dtype, self.device_config.device)
+        for name, part in head.parts.items():
+            setattr(self, name, part)
+        if head.pooler is not None:
+            self.model.pooler = head.pooler
+        pooler_config = vllm_config.model_config.pooler_config
+        pooler_config.seq_pooling_type = head.pooling()
+        self.pooler = DispatchPooler.for_seq_cls(pooler_config, classifier=head)
