@@ -8,6 +8,8 @@ converted encoder run in vLLM's Transformers backend; vLLM itself is not changed
 from __future__ import annotations
 
 import logging
+import re
+import sys
 
 
 MODEL = "hf_linear_attention.vllm_plugin.model"
@@ -19,6 +21,20 @@ TESTED = (0, 32)
 _LOGGER = logging.getLogger(__name__)
 
 
+def version_of(text: str) -> tuple[int, ...]:
+    """Major and minor version, as in `0.32.0`; a build of vLLM's main branch is called `0.33.0rc1.dev5` or `dev`.
+
+    A version without numbers counts as newer than any.
+    """
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (sys.maxsize,) if found is None else (int(found[1]), int(found[2]))
+
+
+def is_too_old(text: str) -> bool:
+    """Whether this version of vLLM is older than the one that the tests run."""
+    return version_of(text) < TESTED
+
+
 def register() -> None:
     """Tell vLLM the classes of converted models, the backend of their states and the operator that splits graphs.
 
@@ -27,12 +43,11 @@ def register() -> None:
     """
     import vllm
 
-    found = tuple(int(number) for number in vllm.__version__.split(".")[:2])
     tested = ".".join(map(str, TESTED))
-    if found < TESTED:
+    if is_too_old(vllm.__version__):
         _LOGGER.error("Got vLLM %s; hf-linear-attention serves its models from %s on.", vllm.__version__, tested)
         return
-    if found > TESTED:
+    if version_of(vllm.__version__) > TESTED:
         _LOGGER.warning("hf-linear-attention was tested with vLLM %s, and this is %s.", tested, vllm.__version__)
     _register_models()
     _register_backend()
