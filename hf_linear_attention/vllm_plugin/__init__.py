@@ -15,6 +15,9 @@ import sys
 MODEL = "hf_linear_attention.vllm_plugin.model"
 BACKEND = "HF_LINEAR_ATTENTION"
 OPERATOR = "hf_linear_attention"
+# The class of `MODEL` for the models of an Auto class; encoders are what has a masked language model.
+DECODERS = {"AutoModelForCausalLM": "DecoderForCausalLM"}
+ENCODERS = {"AutoModel": "EncoderForEmbedding", "AutoModelForSequenceClassification": "EncoderForClassification"}
 # The minor version of vLLM that the tests run; the names of vLLM that are used here may change with any other.
 TESTED = (0, 32)
 
@@ -54,25 +57,20 @@ def register() -> None:
 
 
 def _register_models() -> None:
-    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     import hf_linear_attention  # noqa: F401  (registers `linear_<x>` with AutoConfig)
 
+    from ..attention.transformers_internals import is_masked_lm, stock_heads
     from .config import ConvertedModelConfig
 
-    decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    encoders = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    families = (
-        ("DecoderForCausalLM", decoders, decoders),
-        ("EncoderForEmbedding", encoders, modeling_auto.MODEL_MAPPING_NAMES),
-        ("EncoderForClassification", encoders, modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
-    )
-    for name, model_types, classes in families:
-        for stock in {classes.get(model_type) for model_type in model_types}:
-            if isinstance(stock, str):
-                ModelRegistry.register_model(f"Linear{stock}", f"{MODEL}:{name}")
+    for model_type in CONFIG_MAPPING_NAMES:
+        classes = DECODERS | ENCODERS if is_masked_lm(model_type) else DECODERS
+        for auto_class, stock in stock_heads(model_type):
+            if stock and auto_class in classes:
+                ModelRegistry.register_model(f"Linear{stock}", f"{MODEL}:{classes[auto_class]}")
                 MODELS_CONFIG_MAP[f"Linear{stock}"] = ConvertedModelConfig
 
 
