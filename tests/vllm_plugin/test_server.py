@@ -34,12 +34,12 @@ GREEDY = {"temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}
 
 
 def count_up(model: transformers.PreTrainedModel) -> None:
-    """Train it until it goes on counting, in steps of 1 to 5."""
+    """Train it until it goes on counting, in steps of 1 to 3."""
     draw = random.Random(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     places = torch.arange(TRAINED_LENGTH, dtype=torch.long)
-    for _ in range(150):
-        first = torch.tensor([[draw.randrange(VOCABULARY), draw.randrange(1, 6)] for _ in range(16)])
+    for _ in range(200):
+        first = torch.tensor([[draw.randrange(VOCABULARY), draw.randrange(1, 4)] for _ in range(32)])
         ids = 3 + (first[:, :1] + first[:, 1:] * places) % (VOCABULARY - 3)
         model(ids, labels=ids).loss.backward()
         optimizer.step()
