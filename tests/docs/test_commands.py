@@ -92,7 +92,7 @@ ELSEWHERE = {
     "uv pip": Elsewhere(suite="test-vllm", file="constraints-vllm.txt"),
     "pip install 'hf-linear-attention[vllm]'": Elsewhere(needs="a GPU"),
     "vllm serve OUT": Elsewhere(needs="a GPU"),
-    "hf-linear-attention serve OUT --engine vllm": Elsewhere(suite="test-vllm", file="tests/vllm_plugin/test_server.py"),
+    "hf-linear-attention serve OUT --engine": Elsewhere(suite="test-vllm", file="tests/vllm_plugin/test_server.py"),
     "hf-linear-attention serve OUT": Elsewhere(suite="test-clients", file="tests/clients/test_serve_over_http.py"),
     "curl http://localhost:8000": Elsewhere(suite="test-clients", file="tests/clients/test_serve_over_http.py"),
     "lm_eval --model hf": Elsewhere(suite="test-clients", file="tests/clients/test_lm_eval.py"),
