@@ -59,6 +59,22 @@ test-oldest: $(OLDEST)/.installed ## A part of the tests with the oldest version
 		tests/conversion/test_cast.py tests/training/evaluation tests/training/presets \
 		tests/shipping/test_alone.py::test_it_loads_and_computes_the_same
 
+# vLLM asks for an older transformers. uv takes a minute for what takes pip twenty.
+VLLM := $(VENV)-vllm
+$(VLLM)/.installed: $(VENV)/.installed constraints-vllm.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VLLM)
+	$(BIN)/uv pip install --quiet --python $(VLLM) --index-strategy unsafe-best-match \
+		$(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)",--extra-index-url $(CPU_TORCH)) --requirement constraints-vllm.txt
+	$(BIN)/uv pip uninstall --quiet --python $(VLLM) torchvision torchaudio torchcodec
+	$(BIN)/uv pip install --quiet --python $(VLLM) --no-deps --editable .
+	touch $@
+
+.PHONY: test-vllm
+test-vllm: $(VLLM)/.installed ## Converted models in vLLM on a CPU, in $(VENV)-vllm (10 minutes)
+	HF_LINEAR_ATTENTION_TEST_VLLM=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -p no:cacheprovider \
+		--rootdir tests/vllm_plugin -c /dev/null tests/vllm_plugin
+
 .PHONY: test-architectures
 test-architectures: $(VENV)/.installed ## A tiny twin of every tested architecture (2 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "architectures or not architectures" tests/architectures \

@@ -1,21 +1,33 @@
-r"""Serve a converted decoder by the server of transformers, with an OpenAI-compatible API.
+r"""Serve a converted model with an OpenAI-compatible API: by the server of transformers, or by vLLM.
 
     hf-linear-attention serve OUT --port 8000
     transformers chat OUT http://localhost:8000
+    hf-linear-attention serve OUT --engine vllm --max-model-len 32768
 
 `transformers chat`, /v1/chat/completions and /v1/responses need a tokenizer with a chat template, which base models do
-not have; /v1/completions needs none. The server answers requests to OUT alone, one after the other.
+not have; /v1/completions needs none. Only OUT is served. The server of transformers answers one request after the
+other, and vLLM many at once.
 
 Options of this command:
+  --engine NAME            transformers (default) or vllm
   --api_key KEY            clients must send it as a Bearer token (default: the variable HF_LINEAR_ATTENTION_API_KEY)
   --allowed_host NAMES     names in the `Host` header of requests besides localhost and --host, with commas; *: any
   --max_request_mb N       the largest request, in MB (default: 4)
   --request_timeout N      seconds until a request must be answered (default: 600)
 
-All other options are those of `transformers serve` (`transformers serve --help`), which by itself cannot find the
-classes of a converted model. It needs `pip install "hf-linear-attention[serve]"`.
+The last three are for the engine transformers alone. All other options are those of `transformers serve`
+(`transformers serve --help`), which by itself cannot find the classes of a converted model. This engine needs
+`pip install "hf-linear-attention[serve]"`.
 
-Exit codes: 0 stopped, 1 failed, 2 the request cannot be met, 130 interrupted, 143 SIGTERM.
+With `--engine vllm`, all other options are those of `vllm serve` (`serve OUT --engine vllm --help=all`), whose --host
+and --port are localhost and 8000 here. It needs `pip install "hf-linear-attention[vllm]"` with a GPU; docs/serve.md
+says what to install without one. A prompt and its answer have at most --max-model-len tokens, by default as many as
+the original was trained on. More are allowed where the positions are rotary: this sets VLLM_ALLOW_LONG_MAX_MODEL_LEN=1,
+unless it is set already. On a CPU, states and keys get 1 GiB, unless --kv-cache-memory-bytes,
+--gpu-memory-utilization or VLLM_CPU_KVCACHE_SPACE says otherwise; vLLM alone would take most of the memory.
+
+Exit codes: 0 stopped, 1 failed, 2 the request cannot be met, 130 interrupted, 143 SIGTERM. When vLLM listens already,
+it ends with 0 after either signal.
 """
 
 from __future__ import annotations
@@ -36,6 +48,9 @@ from hf_linear_attention._common.reading import reading
 
 # What a converted decoder cannot do in the server; see `init_continuous_batching` of the model.
 REFUSED = ("--continuous-batching", "--continuous_batching")
+ENGINES = ("transformers", "vllm")
+# The options that only our application around the server of transformers has, and their defaults.
+LIMITS = {"allowed_host": "", "max_request_mb": 4.0, "request_timeout": 600.0}
 API_KEY = "HF_LINEAR_ATTENTION_API_KEY"
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
@@ -56,24 +71,37 @@ def _serve(words: Sequence[str]) -> None:
     if found := [word for word in words if word in REFUSED]:
         raise UsageError(f"`{found[0]}` keeps paged keys and values, which linear layers do not have; leave it out")
     ours, others = parse(words)
-    start(ours, others)
+    if ours.engine == "vllm":
+        from hf_linear_attention.conversion.serve_vllm import start_vllm
+
+        start_vllm(ours, others)
+    else:
+        start(ours, others)
 
 
 def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options that this command reads itself, and the words for `transformers serve`.
+    """The options that this command reads itself, and the words for `transformers serve` or `vllm serve`.
 
     Raises:
-        UsageError: for a value that is impossible.
+        UsageError: for a value that is impossible, or an option that the engine does not have.
     """
     parser = Parser([], add_help=False)
+    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0])
     parser.add_argument("--api_key", "--api-key", default=os.environ.get(API_KEY) or None)
-    parser.add_argument("--allowed_host", "--allowed-host", default="")
-    parser.add_argument("--max_request_mb", "--max-request-mb", type=float, default=4.0)
-    parser.add_argument("--request_timeout", "--request-timeout", type=float, default=600.0)
+    for name, usual in LIMITS.items():
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=type(usual), default=None)
     parser.add_argument("--host", default="localhost")
     parser.add_argument("--port", type=int, default=8000)
     ours, others = parser.parse_known_args(list(words))
     problems = [
+        f"`--{name}` is an option of our own server, which `--engine vllm` does not start; leave it out"
+        for name in LIMITS
+        if ours.engine == "vllm" and getattr(ours, name) is not None
+    ]
+    for name, usual in LIMITS.items():
+        if getattr(ours, name) is None:
+            setattr(ours, name, usual)
+    problems += [
         f"`--{name}` is {getattr(ours, name):g}; give a number above 0"
         for name in ("max_request_mb", "request_timeout")
         if not 0 < getattr(ours, name) < float("inf")
@@ -93,6 +121,29 @@ def _names(ours: argparse.Namespace) -> list[str]:
     return [name.strip() for name in ours.allowed_host.split(",") if name.strip()]
 
 
+def config_of(name: str, other: str) -> Any:
+    """The config of a converted model.
+
+    Args:
+        name: its folder or name on the Hub.
+        other: the command that serves models which are not converted.
+
+    Raises:
+        UsageError: if there is no such model, or it is not a converted one.
+    """
+    from transformers import AutoConfig
+
+    with reading(f"`{name}`", "give the folder or name of a converted model"):  # `~nosuchuser`
+        folder = Path(name).expanduser()
+    if folder.is_dir():
+        check_checkpoint(folder)
+    with reading(f"config.json of {name!r}", "give the folder or name of a converted model"):
+        config: Any = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name)
+    if not hasattr(config, "linear_attention"):
+        raise UsageError(f"{name!r} is no converted model ({config.model_type}); `{other} {name}` serves it")
+    return config
+
+
 def register_model(name: str) -> type:
     """Let the server of transformers find the class of this model; returns the class.
 
@@ -102,22 +153,15 @@ def register_model(name: str) -> type:
     Raises:
         UsageError: if there is no such model, or it is not a converted one.
     """
-    from transformers import AutoConfig
-
     from hf_linear_attention.attention.transformers_internals import server_namespace
     from hf_linear_attention.modeling_linear_attention import linear_model_class
 
-    with reading(f"`{name}`", "give the folder or name of a converted model"):  # `~nosuchuser`
-        folder = Path(name).expanduser()
-    if folder.is_dir():
-        check_checkpoint(folder)
-    with reading(f"config.json of {name!r}", "give the folder or name of a converted model"):
-        config: Any = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name)
+    config = config_of(name, "transformers serve")
     architecture = (config.architectures or [""])[0]
     namespace = server_namespace()
     stock = getattr(namespace, architecture.removeprefix("Linear"), None)
-    if not hasattr(config, "linear_attention") or stock is None:
-        raise UsageError(f"{name!r} is no converted model ({config.model_type}); `transformers serve {name}` serves it")
+    if stock is None:
+        raise UsageError(f"config.json of {name!r} names no class of transformers in `architectures`")
     found = linear_model_class(stock)
     setattr(namespace, architecture, found)
     return found

@@ -70,12 +70,14 @@ def test_every_tensor_names_its_dtype_and_device() -> None:
         "x.new_zeros(3) + torch.zeros_like(x)": None,
     }.items():
         assert [line.partition(" lacks ")[2] for line in unnamed(ast.parse(text))] == ([missing] if missing else [])
-    tools = [PACKAGE / name for name in ("_common", "conversion", "training", "model_cards")]
+    tools = [PACKAGE / name for name in ("_common", "conversion", "training", "model_cards", "vllm_plugin")]
     shipped = [path for path in FILES if PACKAGE in path.parents and path.parent not in tools]
     assert [f"{path.name}:{line}" for path in shipped for line in unnamed(TREES[path])] == []
 
 
 ALLOWED = "transformers_internals.py"
+# For one version of vLLM, which needs one of transformers; it works around a mistake of theirs.
+OF_ONE_VERSION = "vllm_plugin/model.py"
 # Files of transformers that its documentation does not name, and that may go with any version.
 UNDOCUMENTED = {
     "transformers.conversion_mapping",
@@ -148,7 +150,8 @@ def test_private_names_of_transformers_stand_in_one_file() -> None:
         assert breaches(ast.parse(text))
     own = "class A(B):\n    def _own(self):\n        self._own = state._replace(a=1)\ntorch._foo\nAutoModel.register"
     assert breaches(ast.parse(own)) == []
-    assert {path.name for path, tree in TREES.items() if breaches(tree)} == {ALLOWED}
+    found = {path.relative_to(PACKAGE).as_posix() for path, tree in TREES.items() if breaches(tree)}
+    assert found == {f"attention/{ALLOWED}", OF_ONE_VERSION}
     assert [path for path, tree in TREES.items() if {name for _, name, _ in names_used(tree)} & CODE_READERS] == []
 
 

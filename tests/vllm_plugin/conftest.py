@@ -68,11 +68,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A tokenizer that knows the words w0 to w127, for the parts of vLLM that ask for one."""
-    words = tokenizers.models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w2")
+    """A tokenizer that knows the words w000 to w127, for the parts of vLLM that ask for one."""
+    words = tokenizers.models.WordLevel({f"w{number:03}": number for number in range(VOCABULARY)}, unk_token="w002")
     made = tokenizers.Tokenizer(words)
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", eos_token="w2").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w000", eos_token="w002").save_pretrained(
+        folder
+    )
 
 
 def save_converted(name: str, folder: Path) -> Path:
