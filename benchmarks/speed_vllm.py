@@ -10,6 +10,7 @@ rounds' ratios. Needs an environment with vLLM. About a quarter of an hour.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import multiprocessing
@@ -113,9 +114,10 @@ def work(pipe: Any, folder: str, cases: list[tuple[int, int]]) -> None:
     options = {"max_model_len": longest, "max_num_seqs": most, "max_num_batched_tokens": 2048}
     options |= {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "use_tqdm_on_load": False}
     engine: Any = LLM(folder, enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30, **options).llm_engine
-    for number in itertools.count():
-        length, count = pipe.recv()
-        pipe.send(step_through(engine, number, length, count) if count else bytes_of_cache(engine, length))
+    with contextlib.suppress(EOFError):  # when there are no more questions
+        for number in itertools.count():
+            length, count = pipe.recv()
+            pipe.send(step_through(engine, number, length, count) if count else bytes_of_cache(engine, length))
 
 
 def step_through(engine: Any, number: int, length: int, count: int) -> Marks:

@@ -47,15 +47,16 @@ def match_logits(processor: Any, config: PreTrainedConfig) -> None:
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    exact: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever vLLM has as defaults
-    logits = torch.linspace(-40, 40, processor.vocab_size, **exact)[None, None]
-    hidden = _Output(last_hidden_state=torch.zeros(1, 1, config.get_text_config().hidden_size, **exact))
+    # In float32 on the CPU, whatever defaults vLLM has set.
+    logits = torch.linspace(-40, 40, processor.vocab_size, dtype=torch.float32, device="cpu")[None, None]
+    size = config.get_text_config().hidden_size
+    hidden = _Output(last_hidden_state=torch.zeros(1, 1, size, dtype=torch.float32, device="cpu"))
+    token = torch.zeros(1, 1, dtype=torch.long, device="cpu")
     for base in (model.base_model, model.get_decoder()):
         base.forward = lambda *args, **kwargs: hidden
     model.set_output_embeddings(_Given(logits))
     with torch.device("cpu"):
-        found = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False, return_dict=True).logits.float()
-    processor.scale = 1.0 if processor.scale is None else processor.scale  # MPT's config has `logit_scale` = None
+        found = model(input_ids=token, use_cache=False, return_dict=True).logits.float()
     capped = logits if processor.soft_cap is None else processor.soft_cap * torch.tanh(logits / processor.soft_cap)
     if torch.allclose(found, processor.scale * capped):
         return
@@ -113,7 +114,8 @@ class ClassificationHead:
             for parameter in part.parameters() if part is not None else ():
                 parameter.normal_()
         parameter = next(parameter for part in self.parts.values() for parameter in part.parameters())
-        hidden = torch.randn(1, PROBE_TOKENS, self.model.config.hidden_size).to(parameter)
+        size = self.model.config.hidden_size
+        hidden = torch.randn(1, PROBE_TOKENS, size, dtype=parameter.dtype, device=parameter.device)
         found = self.logits(hidden)
         candidates = {"CLS": hidden[:, 0], "LAST": hidden[:, -1], "MEAN": hidden.mean(dim=1)}
         gaps = {name: (self(pooled) - found).abs().max().item() for name, pooled in candidates.items()}
