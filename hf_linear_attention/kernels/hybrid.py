@@ -318,11 +318,9 @@ def _run_hybrid_step(given: Sequence[Any], new_state: Sequence[Tensor], rows: Te
     numbers = (query, key, value, sink_query, *given[4:STEP_STATE], log_scale, norm_weight)
     dense = [x if x is None or x.is_contiguous() else x.contiguous() for x in numbers]
     parts, size = _fake_hybrid_step_(*given), 4 * batch * heads
-    addresses = [0 if x is None else x.data_ptr() for x in dense]
-    addresses += [
-        0,
-        *(parts.data_ptr() + size * columns for columns in (0, width, width + 1, width + 2, 2 * width + 2)),
-    ]
+    offsets = (0, width, width + 1, width + 2, 2 * width + 2)
+    addresses = [0 if x is None else x.data_ptr() for x in (*dense, None)]  # no beta
+    addresses += [parts.data_ptr() + size * columns for columns in offsets]
     positions = [0] * (8 - len(state))
     for tensors in (state, new_state):
         addresses += [*(x.data_ptr() for x in tensors), *positions]
