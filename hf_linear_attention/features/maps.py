@@ -29,6 +29,7 @@ from ..torch_kernels.blocks import (
     accumulated,
     accumulation_dtype,
     is_eager,
+    project_heads,
     with_dtype,
 )
 from ..torch_kernels.causal import ElementwiseMap
@@ -212,7 +213,7 @@ class LearnedFeatureMap(FeatureMap):
 
     def _project(self, x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
         dtype = accumulation_dtype(x)
-        return (with_dtype(x, dtype) * math.sqrt(scaling)) @ with_dtype(weight, dtype)
+        return project_heads(with_dtype(x, dtype) * math.sqrt(scaling), with_dtype(weight, dtype))
 
 
 class ExpFeatureMap(LearnedFeatureMap):

@@ -30,7 +30,7 @@ from transformers import initialization as init
 
 from ..features.maps import identity_start
 from ..positions.rotary import taken_back, without_hidden
-from ..torch_kernels.blocks import accumulated, accumulation_dtype, with_dtype
+from ..torch_kernels.blocks import accumulated, accumulation_dtype, project_heads, with_dtype
 from ..torch_kernels.delta import gated_delta
 from .base import AttentionMechanism, LayerShape, MechanismInputs, State, gather_tokens, inverse_order, real_first
 from .options import GatedDeltaOptions
@@ -195,7 +195,7 @@ class NormalizedFeatures(nn.Module):
 
     def _features(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, scaling: float) -> torch.Tensor:
         dtype = accumulation_dtype(x)
-        x = (with_dtype(x, dtype) * math.sqrt(scaling)) @ with_dtype(weight, dtype) + with_dtype(bias, dtype)
+        x = project_heads(with_dtype(x, dtype) * math.sqrt(scaling), with_dtype(weight, dtype)) + with_dtype(bias, dtype)
         x = F.silu(x)
         return x * (x.square().sum(dim=-1, keepdim=True) + EPSILON).rsqrt()
 

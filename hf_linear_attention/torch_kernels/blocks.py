@@ -84,6 +84,16 @@ def accumulation_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def project_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """The rows of each head times its matrix: `[B, H, N, D]` and `[H, D, F]` to `[B, H, N, F]`.
+
+    For one token of each sequence that is one product per head; `@` would copy the matrices for each sequence.
+    """
+    if x.shape[2] == 1 < x.shape[0]:
+        return (x[:, :, 0].transpose(0, 1) @ weight).transpose(0, 1).unsqueeze(2)
+    return x @ weight
+
+
 def with_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor.to(dtype)` without the cost of the call if the dtype already matches."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
