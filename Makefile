@@ -117,6 +117,10 @@ bench-papers: $(VENV)/.installed ## The papers' results, into outputs/benchmarks
 bench-recall: $(VENV)/.installed ## Recall after conversion, into outputs/benchmarks (about 20 minutes on one free core)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers.recall
 
+.PHONY: bench-vllm
+bench-vllm: $(VLLM)/.installed ## vLLM on a CPU: softmax and converted, into outputs/benchmarks (10 minutes)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m benchmarks.speed_vllm --output_dir $(BENCH_DIR)
+
 .PHONY: bench
 bench: $(VENV)/.bench ## Speed on a CPU, into outputs/benchmarks (21 minutes on an idle machine)
 	for name in $(SPEED); do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name --output_dir $(BENCH_DIR) || exit 1; done

@@ -24,8 +24,7 @@ and --port are localhost and 8000 here. It needs `pip install "hf-linear-attenti
 says what to install without one. A prompt and its answer have at most --max-model-len tokens, by default as many as
 the original was trained on. More are allowed where the positions are rotary: this sets VLLM_ALLOW_LONG_MAX_MODEL_LEN=1,
 unless it is set already. On a CPU, states and keys get 1 GiB, unless --kv-cache-memory-bytes,
---gpu-memory-utilization or VLLM_CPU_KVCACHE_SPACE says otherwise; vLLM alone would take most of the memory. Its blocks
-have 128 tokens there (--block-size), which prefix caching needs to be said.
+--gpu-memory-utilization or VLLM_CPU_KVCACHE_SPACE says otherwise; vLLM alone would take most of the memory.
 
 Exit codes: 0 stopped, 1 failed, 2 the request cannot be met, 130 interrupted, 143 SIGTERM. When vLLM listens already,
 it ends with 0 after either signal.

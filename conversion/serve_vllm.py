@@ -20,10 +20,6 @@ INSTALL = 'run `pip install "hf-linear-attention[vllm]"`; docs/serve.md says wha
 LONG_INPUTS = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 # What vLLM may use for states and keys on a CPU, in GiB. By itself it takes most of the machine's memory.
 CPU_SPACE, CPU_GIB = "VLLM_CPU_KVCACHE_SPACE", "1"
-# The tokens of a block on a CPU. vLLM 0.32 takes the same number by itself, but only after it has given states blocks
-# of 16, so that its scheduler stops where no state is kept and no prompt is ever found again. A number that is given
-# holds from the beginning.
-CPU_BLOCK = 128
 
 
 def start_vllm(ours: argparse.Namespace, words: Sequence[str]) -> None:
@@ -79,10 +75,8 @@ def parse_words(ours: argparse.Namespace, words: Sequence[str]) -> Any:
         raise UsageError(one_line(error)) from error
     memory = ("kv_cache_memory_bytes", "gpu_memory_utilization")
     is_default = all(getattr(arguments, name) == parser.get_default(name) for name in memory)
-    if current_platform.is_cpu():
-        if is_default:
-            os.environ.setdefault(CPU_SPACE, CPU_GIB)
-        arguments.block_size = arguments.block_size or CPU_BLOCK
+    if current_platform.is_cpu() and is_default:
+        os.environ.setdefault(CPU_SPACE, CPU_GIB)
     return arguments
 
 

@@ -195,7 +195,9 @@ class NormalizedFeatures(nn.Module):
 
     def _features(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, scaling: float) -> torch.Tensor:
         dtype = accumulation_dtype(x)
-        x = project_heads(with_dtype(x, dtype) * math.sqrt(scaling), with_dtype(weight, dtype)) + with_dtype(bias, dtype)
+        x = project_heads(with_dtype(x, dtype) * math.sqrt(scaling), with_dtype(weight, dtype)) + with_dtype(
+            bias, dtype
+        )
         x = F.silu(x)
         return x * (x.square().sum(dim=-1, keepdim=True) + EPSILON).rsqrt()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
 
 from ..configuration_linear_attention import entries_of
 from .families import is_encoder, refuse_family
@@ -14,6 +15,7 @@ from .families import is_encoder, refuse_family
 # The attribute of the config that keeps the `layer_types` of the stock model, which builds its layers by them.
 STOCK_LAYER_TYPES = "_stock_layer_types"
 FULL = "full_attention"
+CPU_BLOCK = 128  # tokens
 
 
 class ConvertedModelConfig(VerifyAndUpdateConfig):
@@ -42,10 +44,13 @@ class ConvertedModelConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Refuse speculative decoding, and let the prefix cache keep states at the ends of chunks.
+        """Refuse speculative decoding, and let prefix caching find states.
 
         By default vLLM keeps a state at the end of each prompt, and where the blocks of softmax layers show that two
-        prompts part. A model without softmax layers has no such blocks.
+        prompts part. A model without softmax layers has no such blocks, and keeps states at the ends of chunks too.
+
+        On a CPU, vLLM 0.32 gives states blocks of 16 tokens before it takes 128 for everything else, and then finds no
+        state again; 128 from the start, as if a user had asked for it, is right.
 
         Raises:
             ValueError: for speculative decoding.
@@ -53,9 +58,13 @@ class ConvertedModelConfig(VerifyAndUpdateConfig):
         if vllm_config.speculative_config is not None:
             raise ValueError("Speculative decoding takes tokens back, which a state does not allow; leave it out.")
         config, cache = vllm_config.model_config.hf_config, vllm_config.cache_config
+        if is_encoder(config):
+            return
         types = getattr(config, STOCK_LAYER_TYPES, None) or [FULL] * config.num_hidden_layers
         if len(_converted_layers(config, types)) == len(types) and cache.prefix_cache_retention_interval == 0:
             cache.prefix_cache_retention_interval = None
+        if current_platform.is_cpu() and not cache.user_specified_block_size:
+            cache.block_size, cache.user_specified_block_size = CPU_BLOCK, True
 
 
 def _converted_layers(config: Any, types: list[str]) -> set[int]:
