@@ -94,7 +94,8 @@ def rows_of(length: int, with_backward: bool, rounds: int) -> list[list[Any]]:
     # As a model hands them over: heads beside tokens in memory.
     shape = (1, length, HEADS, DIM)
     tensors = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
-    functions = {name: partial(attend, call, tensors, with_backward) for name, call in calls().items()}
+    gradient = torch.ones_like(tensors[0]) if with_backward else None
+    functions = {name: partial(attend, call, tensors, gradient) for name, call in calls().items()}
     times, target = device_times(functions, rounds), torch.empty_like(tensors[0])
     copy = statistics.median(device_times({"copy": lambda: target.copy_(tensors[0])}, rounds)["copy"])
     over = [times_as_fast(times, rival) if rival in times else {} for rival in (SDPA, FLA)]
