@@ -174,3 +174,28 @@ def test_a_step_in_rows_of_fake_tensors(name):
         assert mechanism.step_in_rows(one, states, places).shape == (2, 1, 4, 8)
         with pytest.raises(DataDependentOutputException):
             bool(states[0].any())
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["hybrid", "hybrid-rope", "linear-elu1", "linear-exp", "gated_delta", "performer"])
+def test_a_cuda_graph_of_a_step_in_rows_is_the_step(name):
+    mechanism = mechanism_named(name)
+    state = mechanism(inputs_of(mechanism, torch.float32, 0, LENGTH - 1))[1]
+    one = inputs_of(mechanism, torch.float32, LENGTH - 1, LENGTH)
+    mechanism, one = mechanism.cuda(), MechanismInputs(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in one))
+    start, places = tuple(x.cuda() for x in cache_of(state)[0]), torch.tensor(PLACES, device="cuda")
+    expected_states, states = (tuple(x.clone() for x in start) for _ in range(2))
+    expected = mechanism.step_in_rows(one, expected_states, places)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what only a first call does must not be captured
+        mechanism.step_in_rows(one, states, places)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        output = mechanism.step_in_rows(one, states, places)
+    for x, y in zip(states, start):
+        x.copy_(y)
+    graph.replay()
+    for found, wanted in zip((output, *states), (expected, *expected_states)):
+        torch.testing.assert_close(found, wanted)
