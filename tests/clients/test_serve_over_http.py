@@ -120,7 +120,8 @@ def test_the_model_is_listed_without_a_cache_of_the_hub(served):
 def test_transformers_chat(served):
     """The command of `serve --help`; its library refuses any address where the hub is said to be out of reach."""
     folder, address = served
-    command = [sys.executable, "-m", "transformers.cli.transformers", "chat", str(folder), address, "max_new_tokens=4"]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "chat", str(folder), address]
+    command += ["max_new_tokens=4", "min_new_tokens=4"]  # it samples: an early end would take the "n" for a message
     environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
     done = subprocess.run(
         command, input="some text\nn\n!exit\n", capture_output=True, text=True, timeout=PATIENCE, env=environment
