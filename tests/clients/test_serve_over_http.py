@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 
 import pytest
 import torch
 from checkpoints import convert_folder, save_twin
+from servers import server_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_linear_attention  # noqa: F401  (registers the classes)
@@ -22,44 +18,13 @@ import hf_linear_attention  # noqa: F401  (registers the classes)
 
 pytestmark = pytest.mark.clients
 
-# Seconds until the server listens; it imports torch and loads the model before.
 PATIENCE = 300
 MESSAGES = [{"role": "user", "content": "some text"}]
 
 
-def listens(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-@contextlib.contextmanager
-def server_of(folder, log, **environment):
-    """A server in a process of its own: the process, and its address. Afterwards it is terminated."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = ["serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hf_linear_attention", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env={**os.environ, **environment},
-        )
-    address, end = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
-    try:
-        while not listens(address):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.5)
-        yield process, address
-    finally:
-        process.terminate()
-        process.wait(60)
+def serving(folder, log, **environment):
+    options = ("--host", "127.0.0.1", "--device", "cpu")
+    return server_of(folder, log, *options, patience=PATIENCE, environment={**os.environ, **environment})
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +38,7 @@ def served(tmp_path_factory):
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     tokenizer.save_pretrained(root / "source")
     convert_folder(root / "source", root / "out", "--attention", "hybrid", "--window_size", 4, "--no_verify")
-    with server_of(root / "out", root / "log.txt", HF_HOME=str(root / "no cache")) as (_, address):
+    with serving(root / "out", root / "log.txt", HF_HOME=str(root / "no cache")) as (_, address):
         yield root / "out", address
 
 
@@ -136,7 +101,7 @@ def test_transformers_chat(served):
 )
 def test_a_signal_ends_it_with_its_exit_code(served, tmp_path, number, code, said):
     folder, _ = served
-    with server_of(folder, tmp_path / "log.txt") as (process, _):
+    with serving(folder, tmp_path / "log.txt") as (process, _):
         process.send_signal(number)
         assert process.wait(60) == code
     log = (tmp_path / "log.txt").read_text()

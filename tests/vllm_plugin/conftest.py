@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 if os.environ.get("HF_LINEAR_ATTENTION_TEST_VLLM") != "1":
     collect_ignore_glob = ["test_*.py"]
 
@@ -77,9 +79,9 @@ def save_tokenizer(folder: Path) -> None:
     )
 
 
-def save_converted(name: str, folder: Path) -> Path:
-    """A random model of a row of `CONFIGS`, converted and saved."""
-    kind, config, settings = CONFIGS[name]
+def save_converted(row: tuple[str, dict[str, Any], dict[str, Any]], folder: Path) -> Path:
+    """A random model of a row, as in `CONFIGS`, converted and saved."""
+    kind, config, settings = row
     torch.manual_seed(0)
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **config, **ends))
@@ -95,7 +97,7 @@ def converted(tmp_path_factory):
 
     def folder(name: str) -> Path:
         if name not in made:
-            made[name] = save_converted(name, tmp_path_factory.mktemp("model") / name.replace(" ", "_"))
+            made[name] = save_converted(CONFIGS[name], tmp_path_factory.mktemp("model") / name.replace(" ", "_"))
         return made[name]
 
     return folder

@@ -18,6 +18,14 @@ def test_many_requests_at_once_with_prompts_in_chunks(converted, name):
         assert written(llm, texts) == expected(folder, texts)
 
 
+def test_a_prompt_of_one_token_begins_where_the_state_of_another_request_was(converted):
+    """A step has it beside tokens that continue a state."""
+    folder, short = converted("hybrid"), [[number] for number in range(5, 17)]
+    with engine(folder, num_gpu_blocks_override=40, max_num_seqs=12) as llm:
+        written(llm, [text for text in prompts(40) if len(text) > 16][:12])
+        assert written(llm, short) == expected(folder, short)
+
+
 def test_errors_would_be_seen(converted, monkeypatch):
     """Negative controls: chunks that forget the state, and states of the wrong requests, change the text."""
     folder, texts = converted("hybrid"), prompts(12)

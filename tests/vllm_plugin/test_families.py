@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import HYBRID, LLAMA, SIZES, VOCABULARY, WIDE, engine, prompts, save_tokenizer
+from conftest import HYBRID, LLAMA, SIZES, VOCABULARY, WIDE, engine, prompts, save_converted
 
-from hf_linear_attention import convert
 from hf_linear_attention.vllm_plugin.families import refuse_other_values
 from hf_linear_attention.vllm_plugin.heads import match_logits
 
@@ -40,12 +39,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_tokens_and_their_probabilities(tmp_path, name):
     from vllm import SamplingParams
 
-    kind, sizes, settings = FAMILIES[name]
-    torch.manual_seed(0)
-    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes, **ends))
-    convert(model, **settings).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
+    save_converted(FAMILIES[name], tmp_path)
     texts = prompts(8)
     sampling = SamplingParams(temperature=0, max_tokens=12, logprobs=VOCABULARY, ignore_eos=True, detokenize=False)
     with engine(tmp_path, max_num_batched_tokens=96, max_logprobs=VOCABULARY) as llm:

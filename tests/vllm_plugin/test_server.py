@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers
-from conftest import LLAMA, VOCABULARY, expected, save_converted, save_tokenizer
+from conftest import CONFIGS, LLAMA, VOCABULARY, expected, save_converted, save_tokenizer
 from openai import AuthenticationError, BadRequestError, OpenAI
+from servers import server_of
 
 from hf_linear_attention.conversion.commands import main
 
@@ -61,47 +59,14 @@ def folder(tmp_path_factory):
     return root / "OUT"
 
 
-def listens(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
-
-
-@contextlib.contextmanager
-def server_of(folder, log, *options, **environment):
-    """A server in processes of its own: the process, and its address. Afterwards it is terminated."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = ["serve", str(folder), "--engine", "vllm", "--port", str(port), "--dtype", "float32", *options]
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hf_linear_attention", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env=ENVIRONMENT | environment,
-        )
-    address, end = f"http://localhost:{port}", time.monotonic() + PATIENCE
-    try:
-        while not listens(address):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.5)
-        yield process, address
-    finally:
-        process.terminate()
-        process.wait(120)
-
-
 @pytest.fixture(scope="module")
 def address(folder, tmp_path_factory):
     """The address of a server of OUT. When it is interrupted at the end, it stops as vLLM does: with 0."""
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    options = ("--enforce-eager", "--max-model-len", "1024", "--max-num-batched-tokens", str(CHUNK))
-    with server_of(folder, log, *options, HF_LINEAR_ATTENTION_API_KEY=KEY) as (process, address):
+    options = ["--engine", "vllm", "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    options += ["--max-num-batched-tokens", str(CHUNK)]
+    environment = ENVIRONMENT | {"HF_LINEAR_ATTENTION_API_KEY": KEY}
+    with server_of(folder, log, *options, patience=PATIENCE, environment=environment) as (process, address):
         yield address
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 0, log.read_text()
@@ -210,7 +175,7 @@ def test_what_cannot_be_served(folder, name, options, said, capsys):
 
 
 def test_learned_positions_end_where_those_of_the_original_do(tmp_path):
-    folder = save_converted("gpt2", tmp_path)
+    folder = save_converted(CONFIGS["gpt2"], tmp_path)
     command = [sys.executable, "-m", "hf_linear_attention", "serve", str(folder), "--engine", "vllm"]
     done = subprocess.run([*command, "--max-model-len", "2048"], capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 2, done.stderr
