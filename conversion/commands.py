@@ -1,4 +1,4 @@
-"""The one command of this package: `hf-linear-attention convert | finetune | evaluate | compare | doctor | serve`.
+"""The one command of this package: `hf-linear-attention convert | finetune | evaluate | compare | doctor | export | serve`.
 
 `python -m hf_linear_attention` is the same. A subcommand is one line of `COMMANDS` and a function that takes its words.
 Here are those that have few options of their own. What loads models is imported where it is used, because `--help` and
@@ -90,6 +90,7 @@ COMMANDS = {
     "finetune": Subcommand(f"{LOGGED}.commands:finetune", "train a converted model, or any model"),
     "evaluate": Subcommand(f"{LOGGED}.commands:evaluate", "compare a converted model with SRC"),
     "compare": Subcommand(f"{LOGGED}.commands:compare", "find the mechanism that suits a model"),
+    "export": Subcommand(f"{LOGGED}.export.command:main", "write a form that other programs load"),
     "serve": Subcommand(f"{LOGGED}.serve:main", "serve a converted model (OpenAI-compatible)"),
     "doctor": Subcommand(f"{LOGGED}.commands:doctor", "check this installation, or a converted folder"),
 }
