@@ -1,4 +1,4 @@
-"""The one command of this package: `hf-linear-attention convert | finetune | evaluate | compare | doctor | export | serve`.
+"""The one command of this package: `hf-linear-attention convert | finetune | evaluate | compare | doctor | export ...`.
 
 `python -m hf_linear_attention` is the same. A subcommand is one line of `COMMANDS` and a function that takes its words.
 Here are those that have few options of their own. What loads models is imported where it is used, because `--help` and

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.errors import ConversionError, UsageError
 from hf_linear_attention._common.folders import staging
-from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.conversion.export.command import PACKAGE, ExportRequest
 from hf_linear_attention.conversion.output_folder import TOKENIZER_FILES, share_permissions
