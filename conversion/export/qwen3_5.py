@@ -7,7 +7,7 @@ Qwen3.5 becomes a constant: its input is made so small that only the epsilon of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -34,8 +34,13 @@ READ_HIDDEN = ("in_proj", "q_proj.weight", "k_proj.weight", "v_proj.weight")
 INTERVAL = 4  # of the softmax layers in Qwen3.5, which some engines take for granted
 
 
-def obstacles(config: Any) -> list[str]:
-    """Why the architecture cannot hold this converted model, each with what to do."""
+def obstacles(config: Any, kept: Collection[int] | None = None) -> list[str]:
+    """Why the architecture cannot hold this converted model, each with what to do.
+
+    Args:
+        config: of the converted model.
+        kept: the layers that may keep softmax in the end; by default those that the config does not convert.
+    """
     source, problems = config.stock_model_type, []
     if source not in SOURCES:
         return [f"a `{source}` model has other layers than Qwen3.5; only {', '.join(SOURCES)} can be rewritten"]
@@ -48,7 +53,7 @@ def obstacles(config: Any) -> list[str]:
         problems.append("`mlp_bias` is true, and Qwen3.5 has no biases there")
     if has_output_bias(config) and linear_layers(config):
         problems.append("`attention_bias` is true, and the output projection of a linear layer of Qwen3.5 has no bias")
-    kept = sorted(set(range(config.num_hidden_layers)) - set(linear_layers(config)))
+    kept = sorted(set(range(config.num_hidden_layers)) - set(linear_layers(config)) if kept is None else kept)
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or []
     windowed = [layer for layer in kept if (types[layer] == "sliding_attention" if types else window)]
@@ -111,6 +116,7 @@ def stock_config(config: Any) -> Any:
         linear_num_value_heads=heads,
         linear_key_head_dim=size,
         linear_value_head_dim=size,
+        mamba_ssm_dtype="float32",  # vLLM's name for the dtype of the state
         **({"full_attention_interval": INTERVAL} if is_periodic else {}),
     )
 

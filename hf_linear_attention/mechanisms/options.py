@@ -604,9 +604,9 @@ class HybridOptions(WindowOptions):
         return [*problems, f"`num_features` = {settings['num_features']} {problem}"] if problem else problems
 
 
-QWEN3_5 = "qwen3_5"
+OWN, QWEN3_5 = "own", "qwen3_5"
 # The options that another form than our own does not have.
-OF_OUR_FORM: dict[str, Container[Any]] = {"form": ("own",)}
+OF_OUR_FORM: dict[str, Container[Any]] = {"form": (OWN,)}
 
 
 class GatedDeltaOptions(MechanismOptions):
@@ -615,10 +615,10 @@ class GatedDeltaOptions(MechanismOptions):
     options: ClassVar[dict[str, Option]] = {
         "form": Option(
             str,
-            "own",
+            OWN,
             "what the layers are made of; qwen3_5: the linear layers of Qwen3.5, so that the result of a conversion is "
             "a checkpoint of that architecture, which transformers and other engines load without this package",
-            choices=("own", QWEN3_5),
+            choices=(OWN, QWEN3_5),
         ),
         "num_features": Option(
             int,
