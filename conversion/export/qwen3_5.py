@@ -158,7 +158,8 @@ def linear_layer(attention: Mapping[str, Tensor], mechanism: Any) -> dict[str, T
     rule = mechanism.rule.state_dict()
     taps = [convolution.weight.detach() for convolution in mechanism.convolutions]  # [4, H, 1, D], the newest first
     return {
-        **{f"{name}.weight": weight for name, weight in rule.items() if name.startswith("in_proj") or name == "norm"},
+        "in_proj_qkv.weight": torch.cat([rule[f"in_proj_{name}"] for name in "qkv"]),
+        **{f"{name}.weight": rule[name] for name in ("in_proj_z", "in_proj_b", "in_proj_a", "norm")},
         **{name: rule[name] for name in ("dt_bias", "A_log")},
         "conv1d.weight": torch.cat([tap.flip(0).flatten(1).T for tap in taps]).unsqueeze(1),
         "out_proj.weight": attention["o_proj.weight"],

@@ -42,8 +42,8 @@ class Qwen35Rule(nn.Module):
         super().__init__()
         size, width = hidden_size_of(shape), shape.num_heads * shape.head_dim
         self.shape, self.epsilon = shape, shape.norm_epsilon
-        self.in_proj_qkv = nn.Parameter(torch.empty(3 * width, size))
-        self.in_proj_z = nn.Parameter(torch.empty(width, size))
+        for name in "qkvz":
+            self.register_parameter(f"in_proj_{name}", nn.Parameter(torch.empty(width, size)))
         self.in_proj_b = nn.Parameter(torch.empty(shape.num_heads, size))
         self.in_proj_a = nn.Parameter(torch.empty(shape.num_heads, size))
         self.dt_bias = nn.Parameter(torch.empty(shape.num_heads))
@@ -52,7 +52,7 @@ class Qwen35Rule(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start with beta = 1/2 and the usual decay for every token, and with random projections."""
-        for weight in (self.in_proj_qkv, self.in_proj_z):
+        for weight in self._projections()[:4]:
             start = torch.randn(weight.shape, generator=generator, dtype=torch.float32, device="cpu")
             init.copy_(weight, start * weight.shape[1] ** -0.5)
         for weight in (self.in_proj_b, self.in_proj_a, self.A_log):
@@ -70,15 +70,17 @@ class Qwen35Rule(nn.Module):
             return weight if norm is None else weight * norm.weight[:, None]
 
         key, value = (of_heads(name).repeat_interleave(groups, dim=0) for name in "kv")
-        weights = (of_heads("q"), key, value * VALUE_SCALE)
-        init.copy_(self.in_proj_qkv, torch.cat([weight.flatten(0, 1) for weight in weights]))
-        init.copy_(self.in_proj_z, (attention.o_proj.weight.T + value.flatten(0, 1)) / 2)
+        gate = (attention.o_proj.weight.T.unflatten(0, value.shape[:2]) + value) / 2
+        for weight, start in zip(self._projections(), (of_heads("q"), key, value * VALUE_SCALE, gate)):
+            init.copy_(weight, start.flatten(0, 1))
 
     def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """All projections of every token side by side, `[B, N, 4 H D + 2 H]` in the accumulation dtype."""
         hidden = accumulated(hidden_states)
-        weights = torch.cat((self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a))
-        return F.linear(hidden, with_dtype(weights, hidden.dtype))
+        return F.linear(hidden, with_dtype(torch.cat(self._projections()), hidden.dtype))
+
+    def _projections(self) -> list[torch.Tensor]:
+        return [getattr(self, f"in_proj_{name}") for name in "qkvzba"]
 
     def projected(self, inputs: MechanismInputs) -> MechanismInputs:
         """Queries, keys and values `[B, H, N, D]` before their convolution, and z, b and a `[B, H, N, D + 2]`."""
