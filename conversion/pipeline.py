@@ -120,7 +120,8 @@ def _check_form(arguments: ConversionArguments, plan: Plan) -> None:
     """Refuse a model that the stock architecture of `--form` cannot hold."""
     if plan.stock_form is not None:
         is_open = count_of(arguments.softmax_layers) is not None  # any layer may be chosen
-        refuse(plan.stock_form, plan.config, kept=range(plan.num_layers) if is_open else None)
+        dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+        refuse(plan.stock_form, plan.config, kept=range(plan.num_layers) if is_open else None, dtype=dtype)
 
 
 def _note_unused_drop(plan: Plan) -> None:

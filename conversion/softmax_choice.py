@@ -88,7 +88,9 @@ def with_listed(plan: Plan, source: Source, arguments: ConversionArguments) -> P
     layers, heads = arguments.softmax_layers, arguments.softmax_heads
     if layers is None and plan.stock_form is not None and len(plan.layers) == plan.num_layers:
         layers = f"{EVERY}{USUAL_INTERVAL}"
-        logger.info("every layer of %d keeps softmax; `--softmax_layers` says otherwise", USUAL_INTERVAL)
+        logger.info(
+            "one layer of %d keeps softmax, as `--softmax_layers every:%d` says", USUAL_INTERVAL, USUAL_INTERVAL
+        )
     if layers is not None and count_of(layers) is None:
         plan = plan_without(plan, source, arguments, listed_layers(layers, plan))
     if heads is not None and count_of(heads) is None:

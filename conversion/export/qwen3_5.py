@@ -34,12 +34,13 @@ READ_HIDDEN = ("in_proj", "q_proj.weight", "k_proj.weight", "v_proj.weight")
 INTERVAL = 4  # of the softmax layers in Qwen3.5, which some engines take for granted
 
 
-def obstacles(config: Any, kept: Collection[int] | None = None) -> list[str]:
+def obstacles(config: Any, kept: Collection[int] | None = None, dtype: torch.dtype | None = None) -> list[str]:
     """Why the architecture cannot hold this converted model, each with what to do.
 
     Args:
         config: of the converted model.
         kept: the layers that may keep softmax in the end; by default those that the config does not convert.
+        dtype: that of the weights to write; by default that in the config.
     """
     source, problems = config.stock_model_type, []
     if source not in SOURCES:
@@ -66,9 +67,14 @@ def obstacles(config: Any, kept: Collection[int] | None = None) -> list[str]:
         problems.append(
             "no softmax layer is left, and transformers cannot generate with such a model; give `--softmax_layers`"
         )
-    if kept and source != "qwen3" and config.dtype == torch.float16:
+    if kept and source != "qwen3" and (dtype or config.dtype) == torch.float16:
         problems.append("float16 cannot hold softmax layers without a norm of queries; give `--dtype bfloat16`")
     return problems
+
+
+def head_dim(config: Any) -> int:
+    """The size of a head, which configs of Qwen2 do not have."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def has_output_bias(config: Any) -> bool:
@@ -93,12 +99,12 @@ def stock_config(config: Any) -> Any:
 
     fields = config.to_dict()
     same = {name: fields[name] for name in SAME if name in fields}
-    linear, layers, half = set(linear_layers(config)), config.num_hidden_layers, config.head_dim // 2
+    linear, layers, half = set(linear_layers(config)), config.num_hidden_layers, head_dim(config) // 2
     types = ["linear_attention" if layer in linear else "full_attention" for layer in range(layers)]
     is_periodic = all(
         (name == "full_attention") == (layer % INTERVAL == INTERVAL - 1) for layer, name in enumerate(types)
     )
-    heads, size, third = config.num_attention_heads, config.head_dim, half // 3
+    heads, size, third = config.num_attention_heads, head_dim(config), half // 3
     # Text has one position, so the sections for the three of images may be any.
     positions = {
         "partial_rotary_factor": 1.0,
@@ -177,7 +183,7 @@ def softmax_layer(attention: Mapping[str, Tensor], config: Any) -> dict[str, Ten
         for part in ("weight", "bias"):
             if f"{kind}_proj.{part}" in kept:
                 kept[f"{kind}_proj.{part}"] = kept[f"{kind}_proj.{part}"] * SMALL
-        kept[name] = torch.full((config.head_dim,), config.rms_norm_eps**0.5 / SMALL - 1)
+        kept[name] = torch.full((head_dim(config),), config.rms_norm_eps**0.5 / SMALL - 1)
     for part in ("weight", "bias"):
         if (query := kept.get(f"q_proj.{part}")) is not None:
             query = query.unflatten(0, (config.num_attention_heads, -1))
