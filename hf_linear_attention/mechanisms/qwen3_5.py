@@ -51,11 +51,15 @@ class Qwen35Rule(nn.Module):
         self.norm = nn.Parameter(torch.empty(shape.head_dim))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Start with beta = 1/2 and the usual decay for every token, and with random projections."""
-        for weight in self._projections()[:4]:
+        """Start with beta = 1/2, the usual decay, and an output of 0 for every token, and with random projections.
+
+        The norm leaves no other start: an output of the size of its values was farther from softmax attention than 0
+        (relative squared errors of 1.2 to 2.3 on a model of stories), and trained worse.
+        """
+        for weight in self._projections()[:3]:
             start = torch.randn(weight.shape, generator=generator, dtype=torch.float32, device="cpu")
             init.copy_(weight, start * weight.shape[1] ** -0.5)
-        for weight in (self.in_proj_b, self.in_proj_a, self.A_log):
+        for weight in (self.in_proj_z, self.in_proj_b, self.in_proj_a, self.A_log):
             init.zeros_(weight)
         init.constant_(self.dt_bias, math.log(math.expm1(INITIAL_SLOPE)))
         init.ones_(self.norm)
@@ -70,8 +74,7 @@ class Qwen35Rule(nn.Module):
             return weight if norm is None else weight * norm.weight[:, None]
 
         key, value = (of_heads(name).repeat_interleave(groups, dim=0) for name in "kv")
-        gate = (attention.o_proj.weight.T.unflatten(0, value.shape[:2]) + value) / 2
-        for weight, start in zip(self._projections(), (of_heads("q"), key, value * VALUE_SCALE, gate)):
+        for weight, start in zip(self._projections(), (of_heads("q"), key, value * VALUE_SCALE)):
             init.copy_(weight, start.flatten(0, 1))
 
     def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
