@@ -159,7 +159,7 @@ ROPE_OPTIONS: dict[str, Option] = {
         str,
         "before_map",
         "which rotary frequencies the feature map sees; before_map: all; partial: those that make a full turn within "
-        "the trained length; none: none of them (the window and the sinks of `hybrid` always use all)",
+        "the trained length; none: none of them (window and sinks of `hybrid`, and softmax heads, always use all)",
         choices=("before_map", "partial", "none"),
     ),
     "rope_frequencies": Option(
@@ -186,13 +186,6 @@ INPUT_GATE_OPTION = Option(
     "weigh every key by a factor that follows from the hidden state of its token, for `feature_map` = `exp` or "
     "`hedgehog`",
 )
-
-
-def rope_obstacle(capability: str, settings: Mapping[str, Any]) -> str | None:
-    """Softmax heads need the rotary positions that `rope` would take back before them."""
-    if capability == "softmax_heads" and settings.get("rope", "before_map") != "before_map":
-        return f"with `rope` = `{settings['rope']}` hides rotary positions from softmax heads"
-    return None
 
 
 class FeatureMapTraits(NamedTuple):
@@ -259,7 +252,7 @@ class LinearOptions(MechanismOptions):
             return f"with `decay` = `{settings['decay']}` has no {capability} form"
         if capability == "cross" and settings.get("input_gate"):
             return "with `input_gate` has no cross form"
-        return rope_obstacle(capability, settings) or super().obstacle(capability, settings)
+        return super().obstacle(capability, settings)
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
@@ -629,11 +622,6 @@ class GatedDeltaOptions(MechanismOptions):
     }
     gone: ClassVar[dict[str, Gone]] = {"activation": Gone("leave it out: it is silu", ("silu",))}
     supports_causal = supports_padding = supports_state = supports_gqa = supports_softmax_heads = True
-
-    @classmethod
-    def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
-        """`rope` may hide rotary positions from softmax heads."""
-        return rope_obstacle(capability, settings) or super().obstacle(capability, settings)
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
