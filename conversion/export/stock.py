@@ -41,8 +41,8 @@ def write(request: ExportRequest) -> str:
         refuse(host, request.target, config)
         model = AutoModelForCausalLM.from_pretrained(request.folder, dtype=torch.float32)
     with staging(request.output_dir, replaces=request.overwrite) as folder:
-        stock, difference = stock_model(host, model)
-        stock.to(config.dtype or torch.float32).save_pretrained(folder)
+        stock, difference = stock_model(host, model, config.dtype or torch.float32)
+        stock.save_pretrained(folder)
         copy_beside(request.folder, folder)
         share_permissions(folder)
     return (
@@ -63,13 +63,13 @@ def refuse(host: ModuleType, target: str, config: object) -> None:
         raise UsageError(*(f"`--to {target}`: {problem}" for problem in problems))
 
 
-def stock_model(host: ModuleType, model: PreTrainedModel) -> tuple[PreTrainedModel, float]:
-    """The stock model that computes the same, in float32, and the largest difference of their logits.
+def stock_model(host: ModuleType, model: PreTrainedModel, dtype: torch.dtype) -> tuple[PreTrainedModel, float]:
+    """The stock model that computes the same, in this dtype, and the largest difference of their logits in float32.
 
     Raises:
         ConversionError: if it computes something else.
     """
-    stock = host.rewritten(model.eval()).eval()
+    stock = host.rewritten(model.eval(), dtype).eval()
     stock.generation_config = model.generation_config
     difference = largest_difference(model, stock)
     if not difference <= TOLERANCE:
@@ -77,7 +77,7 @@ def stock_model(host: ModuleType, model: PreTrainedModel) -> tuple[PreTrainedMod
             f"{type(stock).__name__} does not compute what the converted model computes: the largest difference of two "
             f"logits is {difference:.1e} of their standard deviation, and {TOLERANCE} is allowed; nothing was written"
         )
-    return stock, difference
+    return stock.to(dtype), difference
 
 
 @torch.no_grad()

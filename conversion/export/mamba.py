@@ -1,0 +1,246 @@
+"""Normalised linear attention as a Mamba-2 block: what the stock architectures that have one share.
+
+    state  <- exp(dt A) state + dt x B^T       y = state C       output = W rmsnorm(y silu(gate))
+
+    the block                  linear attention
+    heads, and groups of norm  query heads
+    B and C                    phi(k) and phi(q): silu(K z) is K relu(z), unless |z| is a few 1 / K
+    x                          v: silu(s v) is s v / 2 for a small s; and a constant, whose y is the denominator
+    dt = 1, and A              the decay
+    silu(gate)                 a constant
+    rmsnorm                    the division by the denominator, beside which the values are too small to count
+    convolution                the identity
+
+The scales are powers of 2. They follow from bounds on what the weights can make of a normalised hidden state, so that
+nothing overflows in float32 or bfloat16, whatever the input is; float16 is too narrow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_linear_attention.configuration_linear_attention import entries_of
+from hf_linear_attention.layer_ranges import ranges_of
+
+
+# Exponents of 2. In float32 silu(x) is x or 0 if |x| is above 2^7, and x / 2 if it is below 2^-24.
+FEATURE, VALUE = 36, -24
+CONSTANT = 5  # of the channels whose y is the denominator: silu(2^5) is 2^5
+# The largest denominator after the gate: the sum of its squares must stay below 2^127. One of 2^-50 times that size is
+# still far above the epsilon of the norm.
+LARGEST = 58
+MOST_TOKENS = 20  # 2^20 tokens, all with the largest features, without a decay
+DT_BIAS = math.log(math.e - 1)  # its softplus is 1
+NO_DECAY = -80.0  # the logarithm of a rate that changes nothing in float32, however many tokens there are
+# The settings that mean the same in every decoder like Llama.
+SAME = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act", "max_position_embeddings",
+    "initializer_range", "rms_norm_eps", "tie_word_embeddings", "attention_dropout", "pad_token_id", "bos_token_id",
+    "eos_token_id", "rope_parameters", "use_cache",
+)  # fmt: skip
+# What the settings of the mechanism must be.
+NEEDED = {
+    "mechanism": ("linear",),
+    "feature_map": ("t2r",),
+    "rope": ("none",),
+    "decay": ("none", "learned"),
+    "input_gate": (False,),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the blocks of a model: heads, channels of x per head, features per head."""
+
+    heads: int
+    channels: int
+    features: int
+
+    @property
+    def denominators(self) -> int:
+        """The channels per head whose y is the denominator; 1/16 of them gives the norm a power of 2."""
+        return max(1, self.channels // 16)
+
+    def hold(self, size: int) -> bool:
+        """Whether the channels suffice for a value of this size and its denominator."""
+        return self.channels >= size + self.denominators
+
+    def fields(self) -> dict[str, Any]:
+        """The settings that Mamba-2 blocks have in common."""
+        return {
+            "mamba_n_heads": self.heads,
+            "mamba_n_groups": self.heads,
+            "mamba_d_head": self.channels,
+            "mamba_d_state": self.features,
+            "mamba_d_conv": 4,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": True,
+        }
+
+
+class Affine(NamedTuple):
+    """R channels of a head as functions of the hidden state, in float64."""
+
+    weight: Tensor  # [R, E]
+    bias: Tensor  # [R]
+
+    def bounds(self, norm: Tensor) -> Tensor:
+        """The largest size of each channel, `[R]`, for hidden states after an RMS norm with these weights `[E]`."""
+        return (self.weight * norm).norm(dim=1) * math.sqrt(self.weight.shape[1]) + self.bias.abs()
+
+    def times(self, factor: float) -> Affine:
+        """The channels times a factor."""
+        return Affine(self.weight * factor, self.bias * factor)
+
+
+def obstacles(config: Any, sources: Collection[str]) -> list[str]:
+    """Why a decoder with Mamba-2 blocks cannot hold this converted model, each with what to do.
+
+    Args:
+        config: that of the converted model.
+        sources: the stock model types whose other layers the decoder has.
+    """
+    source = config.stock_model_type
+    if source not in sources:
+        allowed = ", ".join(f"`{name}`" for name in sources)
+        return [f"a `{source}` model has other layers; only those of {allowed} can be rewritten"]
+    problems = {
+        f"`{name}` = `{entry[name]}` is not possible; convert with `--attention linear --feature_map t2r --rope none`"
+        + (" and `--decay none` or `learned`" if name == "decay" else "")
+        for entry in entries_of(config.linear_attention)
+        for name, values in NEEDED.items()
+        if name in entry and entry[name] not in values
+    }
+    if config.hidden_act != "silu":
+        problems.add(
+            f"`hidden_act` = `{config.hidden_act}` is not possible: the blocks have the same, which must be `silu`"
+        )
+    if not (linear := converted_layers(config)):
+        problems.add("no layer is converted; leave out `--layers none`")
+    if config.dtype == torch.float16:
+        problems.add("float16 is too narrow for the features; convert with `--dtype bfloat16` or `float32`")
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    kept = [layer for layer in range(config.num_hidden_layers) if layer not in linear]
+    windowed = [layer for layer in kept if (types[layer] == "sliding_attention" if types else window)]
+    if windowed and window < config.max_position_embeddings:
+        problems.add(
+            f"`sliding_window` = {window} in the softmax layers {ranges_of(windowed)} is not possible; convert them too"
+        )
+    return sorted(problems)
+
+
+def converted_layers(config: Any) -> set[int]:
+    """The numbers of the converted layers."""
+    found: set[int] = set()
+    for entry in entries_of(config.linear_attention):
+        layers = entry["layers"]
+        if layers == "full_attention":
+            layers = [number for number, name in enumerate(config.layer_types) if name == layers]
+        found |= set(range(config.num_hidden_layers) if layers == "all" else () if layers == "none" else layers)
+    return found
+
+
+def same_fields(config: Any) -> dict[str, Any]:
+    """The settings of a converted model that its stock form shares."""
+    fields = config.to_dict()
+    return {name: fields[name] for name in SAME if name in fields}
+
+
+def linear_attentions(layers: Sequence[Any]) -> dict[int, Any]:
+    """The attention of the converted layers, by number."""
+    return {i: layer.self_attn for i, layer in enumerate(layers) if hasattr(layer.self_attn, "linear_attention")}
+
+
+def number_of_features(modules: Mapping[int, Any]) -> int:
+    """The features of the layer that has most; the others get some that are 0."""
+    return max(module.linear_attention.feature_map.num_features for module in modules.values())
+
+
+@torch.no_grad()
+def fill(block: Any, module: Any, norm: Tensor, heads: Sequence[int]) -> None:
+    """Write into a Mamba-2 block, in float32, what these query heads of a converted layer compute; others are 0.
+
+    Args:
+        block: the block, as many heads of which as there are `heads` get weights.
+        module: the attention of the converted layer.
+        norm: the weights `[E]` of the norm of its hidden states.
+        heads: the numbers of its query heads.
+    """
+    sizes = Sizes(block.num_heads, block.head_dim, block.ssm_state_size)
+    inner, states = sizes.heads * sizes.channels, sizes.heads * sizes.features
+    for parameter in block.parameters():
+        parameter.zero_()
+    block.conv1d.weight[:, 0, -1] = 1
+    block.dt_bias.fill_(DT_BIAS)
+    block.A_log.fill_(NO_DECAY)
+    gate = block.in_proj.bias[:inner].view(sizes.heads, -1)
+    weights, biases = block.in_proj.weight[inner : 2 * (inner + states)], block.conv1d.bias
+    parts = [
+        [rows.view(sizes.heads, -1, *rows.shape[1:]) for rows in x.split((inner, states, states))]
+        for x in (weights, biases)
+    ]
+    norms, outputs = (
+        block.norm.weight.view(sizes.heads, -1),
+        block.out_proj.weight.view(-1, sizes.heads, sizes.channels),
+    )
+    if module.o_proj.bias is not None:
+        block.out_proj.bias.copy_(module.o_proj.bias)
+    if not heads:
+        return
+    mechanism, norm = module.linear_attention, norm.double()
+    groups, size = module.num_key_value_groups, module.head_dim
+    decay = None if mechanism.decay is None else (-mechanism.decay()).log().clamp(min=NO_DECAY)
+    for place, head in enumerate(heads):
+        key_head = head // groups
+        key, query = (
+            _features(linear, number, key_head, mechanism.feature_map, module.linear_attention_scaling)
+            for linear, number in ((module.k_proj, key_head), (module.q_proj, head))
+        )
+        key, query = (x.times(_power(x.bounds(norm), FEATURE)) for x in (key, query))
+        value = _of_head(module.v_proj, key_head, size)
+        small = _power(value.bounds(norm), VALUE)
+        for x, rows in zip((value.times(small), key, query), zip(*parts), strict=True):
+            count = len(x.bias)
+            rows[0][place, :count], rows[1][place, :count] = x.weight, x.bias
+        parts[1][0][place, -sizes.denominators :] = 2.0**CONSTANT
+        largest = (key.bounds(norm) * query.bounds(norm)).sum() * 2.0 ** (CONSTANT + MOST_TOKENS)
+        gate[place] = 2 * _power(largest.unsqueeze(0), LARGEST)  # silu of a small number is half of it
+        # The norm divides by 2^CONSTANT times the denominator times the root of the share of its channels.
+        root = math.sqrt(sizes.denominators / sizes.channels)
+        norms[place, :size] = 2.0 ** (CONSTANT + 1) * root / small
+        outputs[:, place, :size] = module.o_proj.weight[:, head * size : (head + 1) * size]
+        if decay is not None:
+            block.A_log[place] = decay[key_head]
+
+
+def _features(linear: nn.Linear, head: int, key_head: int, feature_map: Any, scaling: float) -> Affine:
+    """What the relu of the feature map of a key/value head gets, for a head of queries or keys."""
+    matrix = feature_map.projection[key_head].double().T * math.sqrt(scaling)
+    x = _of_head(linear, head, matrix.shape[1])
+    return Affine(matrix @ x.weight, matrix @ x.bias + feature_map.bias[key_head, 0].double())
+
+
+def _of_head(linear: nn.Linear, head: int, size: int) -> Affine:
+    rows = slice(head * size, (head + 1) * size)
+    weight = linear.weight[rows].double()
+    return Affine(weight, weight.new_zeros(size) if linear.bias is None else linear.bias[rows].double())
+
+
+def _power(bounds: Tensor, exponent: int) -> float:
+    """The power of 2 with which the largest of these bounds is at most 2^exponent, and more than half of that."""
+    largest = float(bounds.max())
+    return 2.0 ** (exponent - math.ceil(math.log2(largest))) if largest > 0 else 1.0
+
+
+@torch.no_grad()
+def copy_(target: nn.Module, *sources: nn.Module) -> None:
+    """Write the parameters of modules, one below the other, into the module `target`; a bias that lacks them is 0."""
+    for name, parameter in target.named_parameters():
+        found = [getattr(source, name) for source in sources]
+        parameter.copy_(torch.cat([torch.zeros_like(parameter) if x is None else x for x in found]))
