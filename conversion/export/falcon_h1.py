@@ -14,6 +14,7 @@ from hf_linear_attention.conversion.export import mamba
 
 
 SOURCES = ("llama", "mistral", "qwen2")
+NEEDS = "Sums over many tokens need float32: `vllm serve` has `--mamba-ssm-cache-dtype float32`."
 
 
 def obstacles(config: Any) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
 
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.export import mamba
@@ -14,6 +16,12 @@ from hf_linear_attention.conversion.export import mamba
 
 # Decoders like Llama, and Granite, whose factors the architecture has too.
 SOURCES = ("llama", "mistral", "qwen2", "granite")
+# Until then, one norm went over all heads together. vLLM always had one for each.
+IS_GROUPED = "group_size" in inspect.signature(GraniteMoeHybridRMSNormGated).parameters
+NEEDS = (
+    "It needs transformers 5.23 or later, whose norm is that of vLLM: earlier ones load it and compute something else. "
+    "Sums over many tokens need float32: `vllm serve` has `--mamba-ssm-cache-dtype float32`."
+)
 FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
 
 
@@ -27,6 +35,8 @@ def obstacles(config: Any) -> list[str]:
             "no softmax layer is left, and transformers generates nothing with such a model; take `--to falcon_h1`, or "
             "convert with `--softmax_layers`"
         )
+    if not IS_GROUPED:
+        problems.append("this needs transformers 5.23 or later; install it, or take `--to falcon_h1`")
     if getattr(config, "mlp_bias", False):
         problems.append("`mlp_bias` is true, and the architecture has no biases there; take `--to falcon_h1`")
     return problems

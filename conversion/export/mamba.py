@@ -32,10 +32,10 @@ from hf_linear_attention.layer_ranges import ranges_of
 # Exponents of 2. In float32 silu(x) is x or 0 if |x| is above 2^7, and x / 2 if it is below 2^-24.
 FEATURE, VALUE = 36, -24
 CONSTANT = 5  # of the channels whose y is the denominator: silu(2^5) is 2^5
-# The largest denominator after the gate: the sum of its squares must stay below 2^127. One of 2^-50 times that size is
-# still far above the epsilon of the norm.
-LARGEST = 58
-MOST_TOKENS = 20  # 2^20 tokens, all with the largest features, without a decay
+# The largest denominator after the gate: the sum of its squares must stay below 2^127. Near 2^-60 of that size the
+# epsilon of the norm counts, and the output becomes 0, as it is where query and keys share no feature.
+LARGEST = 60
+MOST_TOKENS = 2.0**20  # that have the largest features, and no decay makes them count less
 DT_BIAS = math.log(math.e - 1)  # its softplus is 1
 NO_DECAY = -80.0  # the logarithm of a rate that changes nothing in float32, however many tokens there are
 # The settings that mean the same in every decoder like Llama.
@@ -162,61 +162,62 @@ def number_of_features(modules: Mapping[int, Any]) -> int:
     return max(module.linear_attention.feature_map.num_features for module in modules.values())
 
 
+class Block:
+    """The parameters of a Mamba-2 block by head, which begin as those of a block whose output is 0."""
+
+    @torch.no_grad()
+    def __init__(self, block: Any) -> None:
+        self.sizes = sizes = Sizes(block.num_heads, block.head_dim, block.ssm_state_size)
+        inner, states = sizes.heads * sizes.channels, sizes.heads * sizes.features
+        for parameter in block.parameters():
+            parameter.zero_()
+        block.conv1d.weight[:, 0, -1] = 1
+        block.dt_bias.fill_(DT_BIAS)
+        self.rate = block.A_log.fill_(NO_DECAY)
+        self.gate = block.in_proj.bias[:inner].view(sizes.heads, -1)
+        rows, biases = block.in_proj.weight[inner : 2 * (inner + states)], block.conv1d.bias
+        # Of the channels x, B and C, `[heads, channels, E]` and `[heads, channels]`.
+        self.rows = [x.unflatten(0, (sizes.heads, -1)) for x in rows.split((inner, states, states))]
+        self.biases = [x.view(sizes.heads, -1) for x in biases.split((inner, states, states))]
+        self.norm = block.norm.weight.view(sizes.heads, -1)
+        self.output = block.out_proj.weight.view(-1, sizes.heads, sizes.channels)
+
+
 @torch.no_grad()
 def fill(block: Any, module: Any, norm: Tensor, heads: Sequence[int]) -> None:
     """Write into a Mamba-2 block, in float32, what these query heads of a converted layer compute; others are 0.
 
     Args:
-        block: the block, as many heads of which as there are `heads` get weights.
-        module: the attention of the converted layer.
+        block: the block of the stock model, which has at least so many heads.
+        module: the attention of the converted layer; of a softmax layer, if there are no heads.
         norm: the weights `[E]` of the norm of its hidden states.
         heads: the numbers of its query heads.
     """
-    sizes = Sizes(block.num_heads, block.head_dim, block.ssm_state_size)
-    inner, states = sizes.heads * sizes.channels, sizes.heads * sizes.features
-    for parameter in block.parameters():
-        parameter.zero_()
-    block.conv1d.weight[:, 0, -1] = 1
-    block.dt_bias.fill_(DT_BIAS)
-    block.A_log.fill_(NO_DECAY)
-    gate = block.in_proj.bias[:inner].view(sizes.heads, -1)
-    weights, biases = block.in_proj.weight[inner : 2 * (inner + states)], block.conv1d.bias
-    parts = [
-        [rows.view(sizes.heads, -1, *rows.shape[1:]) for rows in x.split((inner, states, states))]
-        for x in (weights, biases)
-    ]
-    norms, outputs = (
-        block.norm.weight.view(sizes.heads, -1),
-        block.out_proj.weight.view(-1, sizes.heads, sizes.channels),
-    )
+    target, groups, size = Block(block), module.num_key_value_groups, module.head_dim
+    norm, sizes = norm.double(), target.sizes
     if module.o_proj.bias is not None:
         block.out_proj.bias.copy_(module.o_proj.bias)
-    if not heads:
-        return
-    mechanism, norm = module.linear_attention, norm.double()
-    groups, size = module.num_key_value_groups, module.head_dim
-    decay = None if mechanism.decay is None else (-mechanism.decay()).log().clamp(min=NO_DECAY)
     for place, head in enumerate(heads):
-        key_head = head // groups
+        mechanism, group = module.linear_attention, head // groups
+        rate = norm.new_zeros(()) if mechanism.decay is None else -mechanism.decay()[group].double()
         key, query = (
-            _features(linear, number, key_head, mechanism.feature_map, module.linear_attention_scaling)
-            for linear, number in ((module.k_proj, key_head), (module.q_proj, head))
+            _features(linear, number, group, mechanism.feature_map, module.linear_attention_scaling)
+            for linear, number in ((module.k_proj, group), (module.q_proj, head))
         )
         key, query = (x.times(_power(x.bounds(norm), FEATURE)) for x in (key, query))
-        value = _of_head(module.v_proj, key_head, size)
+        value = _of_head(module.v_proj, group, size)
         small = _power(value.bounds(norm), VALUE)
-        for x, rows in zip((value.times(small), key, query), zip(*parts), strict=True):
-            count = len(x.bias)
-            rows[0][place, :count], rows[1][place, :count] = x.weight, x.bias
-        parts[1][0][place, -sizes.denominators :] = 2.0**CONSTANT
-        largest = (key.bounds(norm) * query.bounds(norm)).sum() * 2.0 ** (CONSTANT + MOST_TOKENS)
-        gate[place] = 2 * _power(largest.unsqueeze(0), LARGEST)  # silu of a small number is half of it
-        # The norm divides by 2^CONSTANT times the denominator times the root of the share of its channels.
-        root = math.sqrt(sizes.denominators / sizes.channels)
-        norms[place, :size] = 2.0 ** (CONSTANT + 1) * root / small
-        outputs[:, place, :size] = module.o_proj.weight[:, head * size : (head + 1) * size]
-        if decay is not None:
-            block.A_log[place] = decay[key_head]
+        for x, rows, biases in zip((value.times(small), key, query), target.rows, target.biases, strict=True):
+            rows[place, : len(x.bias)], biases[place, : len(x.bias)] = x.weight, x.bias
+        target.biases[0][place, -sizes.denominators :] = 2.0**CONSTANT
+        target.rate[place] = rate.log().clamp(min=NO_DECAY)
+        tokens = (1 / -torch.expm1(-rate)).clamp(max=MOST_TOKENS)
+        largest = 2.0**CONSTANT * tokens * (key.bounds(norm) * query.bounds(norm)).sum()
+        target.gate[place] = 2 * _power(largest, LARGEST)  # silu of a small number is half of it
+        # What the norm divides by has this share of the denominator; and silu has made the values half as large.
+        share = 2.0**CONSTANT * math.sqrt(sizes.denominators / sizes.channels)
+        target.norm[place, :size] = 2 * share / small
+        target.output[:, place, :size] = module.o_proj.weight[:, head * size : (head + 1) * size]
 
 
 def _features(linear: nn.Linear, head: int, key_head: int, feature_map: Any, scaling: float) -> Affine:
