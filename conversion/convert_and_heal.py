@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attention._common.command_line import file_options
 from hf_linear_attention._common.errors import TerminatedError, UsageError
@@ -85,7 +85,8 @@ def convert_and_heal(
             logger.warning("terminated; %s", error)
             raise
         _forget(result, scratch, {source: name or UNNAMED, given.get("train_file"): TEXTS})
-        return _load(conversion.plan.linear_class, result)
+        is_stock = conversion.plan.stock_form is not None
+        return _load(AutoModelForCausalLM if is_stock else conversion.plan.linear_class, result)
 
 
 def _training_of(conversion: Conversion) -> tuple[Training, Path]:

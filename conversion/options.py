@@ -211,7 +211,8 @@ class ConversionArguments(MeasuringArguments):
         group="attention",
     )
     softmax_layers: str | None = option(
-        "the layers among these that keep softmax: a list such as 0,5, or auto:K for the K layers whose softmax brings "
+        "the layers among these that keep softmax: a list such as 0,5, every:K for the last of each K layers (every:4 "
+        "with --form qwen3_5, unless said otherwise), or auto:K for the K layers whose softmax brings "
         "the model nearest the original, by KL divergence on --calibration_file or --train_file (measured before the "
         "last stage of --preset)",
         None,

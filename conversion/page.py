@@ -28,6 +28,7 @@ from hf_linear_attention.conversion.report import (
     comparison,
     data_notes,
     quality_rows,
+    settings_of,
 )
 from hf_linear_attention.training.tasks import UNITS
 
@@ -193,7 +194,7 @@ def headline(report: Report, runs: Runs = ()) -> str:
 
 def _lead(report: Report, runs: Runs, config: Mapping[str, Any]) -> list[str]:
     """What was converted and trained, the lengths, and what to do next."""
-    mechanisms = " and ".join(dict.fromkeys(entry["mechanism"] for entry in entries_of(config["linear_attention"])))
+    mechanisms = " and ".join(dict.fromkeys(entry["mechanism"] for entry in entries_of(settings_of(config, report))))
     base = Path(str(report["base_model"]))
     about = f"{base.name if base.is_absolute() else report['base_model']} with linear attention ({mechanisms})"
     layers = len(report.get("layers") or ())

@@ -26,6 +26,7 @@ from hf_linear_attention._common.reading import reading
 from hf_linear_attention.attention.survey import NoRotaryError, RotaryError
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
+from hf_linear_attention.conversion.export.stock import finish_stock, refuse
 from hf_linear_attention.conversion.options import DEFAULT, ConversionArguments, Request
 from hf_linear_attention.conversion.output_folder import (
     check_hub_name,
@@ -104,6 +105,7 @@ def prepare(request: Request) -> Conversion:
     plan = _plan(request, source)
     check_options(arguments, plan)
     plan = with_listed(plan, source, arguments)
+    _check_form(arguments, plan)
     _check_samples(arguments, plan)
     _check_memory(plan)
     _note_unused_drop(plan)
@@ -112,6 +114,14 @@ def prepare(request: Request) -> Conversion:
     if stock_type not in supported_model_types():
         logger.warning("the model type `%s` is not tested; check the figures before you rely on the result", stock_type)
     return Conversion(request, source, plan, output_dir, _open_inputs(arguments, source, plan), training)
+
+
+def _check_form(arguments: ConversionArguments, plan: Plan) -> None:
+    """Refuse a model that the stock architecture of `--form` cannot hold."""
+    if plan.stock_form is not None:
+        is_open = count_of(arguments.softmax_layers) is not None  # any layer may be chosen
+        dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+        refuse(plan.stock_form, plan.config, kept=range(plan.num_layers) if is_open else None, dtype=dtype)
 
 
 def _note_unused_drop(plan: Plan) -> None:
@@ -250,6 +260,8 @@ def run(conversion: Conversion) -> dict[str, Any]:
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         write_recipe(folder, conversion.request, conversion.plan, conversion.training)
         facts = {"base_model": conversion.source.name, "settings": plan.settings}
+        if plan.stock_form is not None and conversion.training is None:
+            report |= finish_stock(folder, plan.stock_form)
         with not_essential("the model card"):  # its title is the final name
             write_model_card(folder, facts, name=conversion.name)
         with not_essential("the page"):

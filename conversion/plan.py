@@ -27,6 +27,7 @@ from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion_api import convert_config, refuse_converted, stock_model_class
 from hf_linear_attention.layer_ranges import layers_text, spread
 from hf_linear_attention.mechanisms.base import AttentionMechanism, MechanismInputs
+from hf_linear_attention.mechanisms.options import OWN
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.modeling_linear_attention import (
     linear_attention_modules,
@@ -111,6 +112,11 @@ class Plan:
     tied: list[TensorPlan]
     dropped_features: list[str]
     extension: Extension | None = None
+
+    @property
+    def stock_form(self) -> str | None:
+        """The stock architecture in whose form the layers are converted, or None."""
+        return min({entry.get("form", OWN) for entry in entries_of(self.settings)} - {OWN}, default=None)
 
     @property
     def linear_class(self) -> type[PreTrainedModel]:

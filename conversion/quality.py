@@ -42,7 +42,14 @@ from hf_linear_attention.conversion.options import ConversionArguments, Evaluati
 from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.plan import growing_bytes, state_bytes
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training, check_measuring
-from hf_linear_attention.conversion.report import EARLIER, comparison, describe_quality, quality_rows, with_earlier
+from hf_linear_attention.conversion.report import (
+    EARLIER,
+    comparison,
+    describe_quality,
+    quality_rows,
+    settings_of,
+    with_earlier,
+)
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import head_figures
 from hf_linear_attention.conversion_api import convert_config
@@ -268,7 +275,7 @@ def record(folder: Path, source: Source, quality: Mapping[str, Any] | None, name
         rows = quality_rows(earlier).items()
         facts["metrics"] |= {f"{text}, on {earlier['validation_file']}": value for text, value in rows}
     facts |= {"comparisons": [table for entry in records if (table := comparison(entry)) is not None]}
-    facts |= {"base_model": source.name, "settings": config["linear_attention"]}
+    facts |= {"base_model": source.name, "settings": settings_of(config, report)}
     write_model_card(folder, facts, name=name)
     write_page(folder, name)
     return report

@@ -29,6 +29,7 @@ from hf_linear_attention.conversion.softmax_choice import CHOICE, KEPT_HEADS, de
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.kernels.cpu import kernel_backend
 from hf_linear_attention.layer_ranges import layers_text
+from hf_linear_attention.mechanisms.options import MECHANISM_OPTIONS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
@@ -127,6 +128,11 @@ def published_words(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def settings_of(config: Mapping[str, Any], report: Mapping[str, Any]) -> Any:
+    """The settings of linear attention of a converted model; a stock architecture has them in its report alone."""
+    return config.get("linear_attention", report.get("settings"))
+
+
 def describe(plan: Plan, source: Source) -> str:
     """What the conversion does, in a few lines."""
     entries = plan.settings
@@ -161,12 +167,19 @@ def describe_result(
         lines.append(_line("calibrated", f"on {calibrated}"))
     if checks is not None:
         lines += describe_checks(checks, has_layers=bool(plan.layers))
+    stock = report.get("stock")
+    if stock is not None:
+        text = (
+            f"as {stock['architecture']}, whose logits differ by at most {stock['difference']:.1e} of their deviation"
+        )
+        lines.append(_line("rewritten", text))
+    code = ", trust_remote_code=True" if stock is None else ""
     lines += [
         _line("written to", output_dir),
         "",
         "Load it:",
         f"  from transformers import {auto_class}",
-        f'  model = {auto_class}.from_pretrained("{output_dir}", trust_remote_code=True)',
+        f'  model = {auto_class}.from_pretrained("{output_dir}"{code})',
     ]
     if (choice := report.get(CHOICE)) is not None:
         lines += ["", *describe_ranking(choice)]
@@ -220,7 +233,8 @@ def _line(label: str, text: str) -> str:
 
 def _attention_text(settings: Mapping[str, Any], num_layers: int) -> str:
     """The settings of a group of layers; those that every mechanism has only if they differ from their defaults."""
-    options = {name: value for name, value in settings.items() if name not in ("mechanism", "layers")}
+    unused = MECHANISM_OPTIONS[settings["mechanism"]].unused(settings)
+    options = {name: value for name, value in settings.items() if name not in ("mechanism", "layers", *unused)}
     chosen = [f"{name}={value}" for name, value in options.items() if value != COMMON_SETTINGS.get(name)]
     mechanism = settings["mechanism"] + (f" ({', '.join(chosen)})" if chosen else "")
     layers = settings["layers"]

@@ -1,4 +1,4 @@
-"""`--softmax_layers` and `--softmax_heads`: what keeps softmax attention, as a list or as `auto:K`.
+"""`--softmax_layers` and `--softmax_heads`: what keeps softmax attention, as a list, as `every:K` or as `auto:K`.
 
 Layers: for each layer, softmax is restored in this layer only, and the K layers that bring the student nearest the
 teacher keep softmax. The ranking is by the KL divergence of the model's output, not by the error of the layer itself:
@@ -52,7 +52,9 @@ from hf_linear_attention.training.losses.outputs import run_model
 logger = logging.getLogger(__name__)
 
 
-AUTO = "auto:"
+AUTO, EVERY = "auto:", "every:"
+# Which layers of a stock architecture keep softmax if the command does not say it; some engines know no other places.
+USUAL_INTERVAL = 4
 # The names of the choices in conversion_report.json.
 CHOICE, KEPT_HEADS = "softmax_layers", "softmax_heads"
 RANKING_TOKENS = 8192  # for layers
@@ -62,11 +64,11 @@ NUM_SEQUENCES, COPY_LENGTH = 8, 96
 MAX_LISTED_HEADS = 12
 
 
-def count_of(option: str | None) -> int | None:
+def count_of(option: str | None, form: str = AUTO) -> int | None:
     """K of an option with the value `auto:K`, 0 if K is not a number; None if the value has another form."""
-    if not (option or "").startswith(AUTO):
+    if not (option or "").startswith(form):
         return None
-    number = str(option).removeprefix(AUTO)
+    number = str(option).removeprefix(form)
     return int(number) if number.isascii() and number.isdecimal() else 0
 
 
@@ -84,6 +86,11 @@ def with_listed(plan: Plan, source: Source, arguments: ConversionArguments) -> P
     check_softmax_layers(arguments, plan)
     check_softmax_heads(arguments, plan, source)
     layers, heads = arguments.softmax_layers, arguments.softmax_heads
+    if layers is None and plan.stock_form is not None and len(plan.layers) == plan.num_layers:
+        layers = f"{EVERY}{USUAL_INTERVAL}"
+        logger.info(
+            "one layer of %d keeps softmax, as `--softmax_layers every:%d` says", USUAL_INTERVAL, USUAL_INTERVAL
+        )
     if layers is not None and count_of(layers) is None:
         plan = plan_without(plan, source, arguments, listed_layers(layers, plan))
     if heads is not None and count_of(heads) is None:
@@ -148,13 +155,20 @@ def listed_layers(text: str, plan: Plan) -> list[int]:
     Raises:
         UsageError: if it is not a list of layer numbers, or names a layer that is not to be converted.
     """
+    converted = [layer.layer for layer in plan.layers]
+    if (interval := count_of(text, EVERY)) is not None:
+        found = [layer for layer in converted if interval and layer % interval == interval - 1]
+        if not found or len(found) == len(converted):
+            raise UsageError(
+                f"`--softmax_layers {text}`: K must be from 2 to {max(converted) + 1}, the layers there are"
+            )
+        return found
     try:
         layers = parse_layers(text)
     except ValueError:
         layers = text
-    converted = [layer.layer for layer in plan.layers]
     if isinstance(layers, str):
-        raise UsageError(f"`--softmax_layers {text}`: give a list such as 0,5 or 2-4, or auto:K")
+        raise UsageError(f"`--softmax_layers {text}`: give a list such as 0,5 or 2-4, every:K or auto:K")
     if wrong := sorted(set(layers) - set(converted)):
         raise UsageError(
             f"`--softmax_layers {text}`: {wrong} are not among the layers to convert; choose from {converted}"

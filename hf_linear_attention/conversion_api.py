@@ -25,7 +25,7 @@ from .default_settings import DEFAULTS, direction_of
 from .layer_ranges import is_by_layer, spread
 from .mechanisms.base import MechanismInputs
 from .mechanisms.registry import MECHANISMS
-from .modeling_linear_attention import converted_modules, linear_model_class
+from .modeling_linear_attention import converted_modules, linear_attention_modules, linear_model_class
 from .position_extension import Extension, plan_extension
 
 
@@ -224,6 +224,8 @@ def _converted(
         converted: Any = linear_model_class(stock_class)(config)
     _leave_out(model, converted)
     _copy_weights(model, converted, extension)
+    for module in linear_attention_modules(converted).values():
+        module.linear_attention.start_from(module)
     if model.can_generate():
         converted.generation_config = copy.deepcopy(model.generation_config)
     converted.converted_from = model.name_or_path or "a model in memory"

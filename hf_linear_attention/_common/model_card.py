@@ -99,7 +99,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         source=_source(base_model),
         auto_class=auto_class,
         needs_code=bool(config.get("auto_map")),
-        stock=facts.get("stock"),
+        stock=facts.get("stock") or (report.get("stock") or {}).get("architecture"),
         stock_needs=facts.get("stock_needs") or "",
         preprocessor=_preprocessor(folder, config),
         is_sentence_model=is_sentence_model,

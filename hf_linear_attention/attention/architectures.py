@@ -115,7 +115,8 @@ def layer_shape(module: Any, layer: int, config: PreTrainedConfig) -> LayerShape
     adapter = adapter_of(type(module))
     slopes = adapter.alibi_slopes(module) if adapter else None
     sizes = (num_heads, num_heads // groups, head_dim, layer, max_length_of(config), slopes)
-    return LayerShape(*sizes, hidden_size=layer_hidden_size(module))
+    epsilon = getattr(config, "rms_norm_eps", 1e-6)
+    return LayerShape(*sizes, hidden_size=layer_hidden_size(module), norm_epsilon=epsilon)
 
 
 def refuse_without_hidden_states(module: Any, layer: int, needed: str, mechanism: str) -> None:

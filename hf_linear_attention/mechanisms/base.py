@@ -44,7 +44,8 @@ class LayerShape:
     `layer` counts the attention layers of the model from 0. `max_length` is the longest input of the model in tokens or
     patches, or None if the architecture sets no limit. `alibi_slopes` has one slope per key/value head, or is None
     without ALiBi. `rotary` says how the layer rotates queries and keys, or is None where that is not known.
-    `hidden_size` is E, the size of the hidden states that the layer projects to queries, keys and values.
+    `hidden_size` is E, the size of the hidden states that the layer projects to queries, keys and values, and
+    `norm_epsilon` what the model's norms add to the mean of squares.
     """
 
     num_heads: int
@@ -55,6 +56,7 @@ class LayerShape:
     alibi_slopes: tuple[float, ...] | None = None
     rotary: Rotary | None = None
     hidden_size: int | None = None
+    norm_epsilon: float = 1e-6
 
 
 class MechanismInputs(NamedTuple):
@@ -124,6 +126,9 @@ class AttentionMechanism(MechanismOptions, nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise the parameters and buffers that no checkpoint has filled; equal seeds give equal values."""
+
+    def start_from(self, attention: nn.Module) -> None:
+        """Initialise what starts from the weights of the layer, which are there now; most mechanisms have nothing."""
 
     def calibrate(self, inputs: MechanismInputs) -> None:
         """Fit constants (persistent buffers) to real queries and keys, once; most mechanisms have none."""

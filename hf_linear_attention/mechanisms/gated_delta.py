@@ -31,9 +31,10 @@ from transformers import initialization as init
 from ..features.maps import identity_start
 from ..positions.rotary import taken_back, without_hidden
 from ..torch_kernels.blocks import accumulated, accumulation_dtype, project_heads, with_dtype
-from ..torch_kernels.delta import gated_delta
+from ..torch_kernels.delta import gated_delta, unit_length
 from .base import AttentionMechanism, LayerShape, MechanismInputs, State, gather_tokens, inverse_order, real_first
-from .options import GatedDeltaOptions
+from .options import QWEN3_5, GatedDeltaOptions
+from .qwen3_5 import Qwen35Rule
 from .token_gates import INITIAL_SLOPE, ForgetGate, SigmoidGate, hidden_size_of, scaled
 
 
@@ -74,21 +75,26 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
         super().__init__(settings, shape)
-        self.rule = DeltaRule(
-            shape,
-            settings["num_features"] or shape.head_dim,
-            decay=settings["decay"],
-            slopes=(INITIAL_SLOPE,) * shape.num_key_value_heads,
-            erases=settings["erase"],
-        )
-        self.conv_size = settings["conv_size"]
+        self.is_qwen3_5 = settings["form"] == QWEN3_5
+        self.conv_size = 4 if self.is_qwen3_5 else settings["conv_size"]
         self.convolutions = nn.ModuleList()
+        heads, kv_heads, size = shape.num_heads, shape.num_key_value_heads, shape.head_dim
+        # The values of a head share their weights, so that a query still weighs values and not their channels.
+        sizes = ((heads, size), (kv_heads, size), (kv_heads, 1))
+        self.rule: Any
+        if self.is_qwen3_5:
+            self.rule, sizes = Qwen35Rule(shape), ((heads, size),) * 3
+        else:
+            self.rule = DeltaRule(
+                shape,
+                settings["num_features"] or size,
+                decay=settings["decay"],
+                slopes=(INITIAL_SLOPE,) * kv_heads,
+                erases=settings["erase"],
+            )
         if self.conv_size:
-            # The values of a head share their weights, so that a query still weighs values and not their channels.
-            sizes = (shape.num_heads, shape.head_dim), (shape.num_key_value_heads, shape.head_dim)
-            for heads, channels in (*sizes, (shape.num_key_value_heads, 1)):
-                self.convolutions.append(ShortConvolution(heads, channels, self.conv_size))
-        self.absorbs_queries = bool(self.conv_size)
+            self.convolutions.extend(ShortConvolution(*each, self.conv_size) for each in sizes)
+        self.absorbs_queries = bool(self.conv_size) and not self.is_qwen3_5
         self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
         self.needs_positions = self.shift is not None
 
@@ -99,8 +105,13 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
         for convolution in convolutions:
             convolution.reset_parameters()
 
+    def start_from(self, attention: Any) -> None:
+        """Start the form of Qwen3.5 with the layer's own projections."""
+        if self.is_qwen3_5:
+            self.rule.start_from(attention)
+
     def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """beta and the log-decay of every token, see `DeltaRule`."""
+        """What follows from the hidden state of every token, see `DeltaRule` and `Qwen35Rule`."""
         return self.rule.gates(hidden_states)
 
     def prepare(self, inputs: MechanismInputs) -> MechanismInputs:
@@ -120,6 +131,8 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
             raise ValueError("`gated_delta` is causal and needs `gates`; compute them with the method of that name.")
         sums, *tails = state or (None,)
         dtype = inputs.query.dtype
+        if self.is_qwen3_5:
+            inputs = self.rule.projected(inputs)
         if self.conv_size:
             (query, key, value), tails = self._convolved(inputs[:3], tails, inputs.attention_mask)
             inputs = inputs._replace(query=query, key=key, value=value)
@@ -154,10 +167,6 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
         outputs = [gather_tokens(convolve(line, together), places) for convolve, line in zip(self.convolutions, lines)]
         tails = [line[:, :, line.shape[2] - past :] for line in lines]
         return outputs, tails if together is None else [tail * is_last for tail in tails]
-
-
-# Added to the square of a length before the division by it, as in flash-linear-attention's `l2norm`.
-EPSILON = 1e-6
 
 
 class NormalizedFeatures(nn.Module):
@@ -198,8 +207,7 @@ class NormalizedFeatures(nn.Module):
         x = project_heads(with_dtype(x, dtype) * math.sqrt(scaling), with_dtype(weight, dtype)) + with_dtype(
             bias, dtype
         )
-        x = F.silu(x)
-        return x * (x.square().sum(dim=-1, keepdim=True) + EPSILON).rsqrt()
+        return unit_length(F.silu(x))
 
 
 class DeltaRule(nn.Module):

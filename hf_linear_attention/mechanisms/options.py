@@ -597,19 +597,44 @@ class HybridOptions(WindowOptions):
         return [*problems, f"`num_features` = {settings['num_features']} {problem}"] if problem else problems
 
 
+OWN, QWEN3_5 = "own", "qwen3_5"
+# The options that another form than our own does not have.
+OF_OUR_FORM: dict[str, Container[Any]] = {"form": (OWN,)}
+
+
 class GatedDeltaOptions(MechanismOptions):
     """The options of `gated_delta`, and what it can do with them."""
 
     options: ClassVar[dict[str, Option]] = {
-        "num_features": Option(int, None, "features per head; by default head_dim", minimum=1, maximum=MOST_FEATURES),
+        "form": Option(
+            str,
+            OWN,
+            "what the layers are made of; qwen3_5: the linear layers of Qwen3.5, so that the result of a conversion is "
+            "a checkpoint of that architecture, which transformers and other engines load without this package",
+            choices=(OWN, QWEN3_5),
+        ),
+        "num_features": Option(
+            int,
+            None,
+            "features per head; by default head_dim",
+            minimum=1,
+            maximum=MOST_FEATURES,
+            needs=OF_OUR_FORM,
+        ),
         "decay": Option(
             str,
             "head",
             "what forgets over time, depending on the token: nothing, the state of each head by one factor, or each of "
             "its features by its own",
             choices=("none", "head", "channel"),
+            needs=OF_OUR_FORM,
         ),
-        "erase": Option(bool, True, "erase what the state holds at a key before the key's new value is stored"),
+        "erase": Option(
+            bool,
+            True,
+            "erase what the state holds at a key before the key's new value is stored",
+            needs=OF_OUR_FORM,
+        ),
         "conv_size": Option(
             int,
             0,
@@ -617,11 +642,20 @@ class GatedDeltaOptions(MechanismOptions):
             "none",
             minimum=0,
             maximum=MOST_FEATURES,
+            needs=OF_OUR_FORM,
         ),
         **ROPE_OPTIONS,
+        "rope": replace(ROPE_OPTIONS["rope"], needs=OF_OUR_FORM),
     }
     gone: ClassVar[dict[str, Gone]] = {"activation": Gone("leave it out: it is silu", ("silu",))}
     supports_causal = supports_padding = supports_state = supports_gqa = supports_softmax_heads = True
+
+    @classmethod
+    def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
+        """The form of Qwen3.5 has no softmax heads, and no weights."""
+        if settings.get("form") == QWEN3_5 and capability in ("softmax_heads", "weights"):
+            return f"with `form` = `{QWEN3_5}` has no {capability.replace('_', ' ')}"
+        return super().obstacle(capability, settings)
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:

@@ -91,6 +91,11 @@ def gated_delta(
     return plain_delta(*given) if found is None else found
 
 
+def unit_length(x: Tensor) -> Tensor:
+    """`x [..., F]` divided by its length, to whose square 1e-6 is added first, as in transformers and in fla."""
+    return x * (x.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt()
+
+
 def masked(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, mask: Tensor
 ) -> tuple[Tensor, ...]:

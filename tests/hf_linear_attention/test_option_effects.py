@@ -13,7 +13,10 @@ from hf_linear_attention.mechanisms.options import Option
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
-MORE = ("aft-simple", "linear-exp", "performer-geometry-favor++", "hybrid-no-sinks", "linformer-random")
+MORE = (
+    *("aft-simple", "linear-exp", "performer-geometry-favor++", "hybrid-no-sinks", "linformer-random"),
+    "gated_delta-qwen3_5",
+)
 ROWS = {row: MECHANISM_ROWS[row] for row in (*KINDS, *MORE)}
 CASES = [(mechanism, name) for mechanism, attention in MECHANISMS.items() for name in attention.options]
 

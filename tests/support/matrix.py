@@ -81,6 +81,7 @@ MECHANISM_ROWS = {
     "gated_delta-channel": {"mechanism": "gated_delta", "num_features": 6, "decay": "channel"},
     "gated_delta-no-erasing": {"mechanism": "gated_delta", "erase": False},
     "gated_delta-conv": {"mechanism": "gated_delta", "conv_size": 3},
+    "gated_delta-qwen3_5": {"mechanism": "gated_delta", "form": "qwen3_5"},
     "window": {"mechanism": "window", "window_size": 6, "num_sinks": 2},
     "window-alibi": {"mechanism": "window", "window_size": 5, "num_sinks": 0},
     "linear-alibi": {"mechanism": "linear", "feature_map": "elu1"},

@@ -258,6 +258,8 @@ def aft_bias(mechanism, length: int):
 
 def gated_delta(mechanism, query, key, value, mask, is_causal, scaling):
     """The gates are those of `matrix.add_gates`."""
+    if mechanism.is_qwen3_5:
+        return qwen3_5(mechanism, query, key, value, mask)
     p = {name: parameter.double() for name, parameter in mechanism.named_parameters()}
     hidden = hidden_states_of(key).double() / math.sqrt(mechanism.shape.hidden_size)
     beta = (hidden @ p["rule.beta.projection"].T + p["rule.beta.bias"]).sigmoid().transpose(1, 2)
@@ -283,6 +285,29 @@ def gated_delta(mechanism, query, key, value, mask, is_causal, scaling):
         return reference.gated_delta(*given, erases=mechanism.rule.erases)[0] * p["rule.output_scale"]
 
     return without_padding(compute, mask, query, key, value, alpha, beta)
+
+
+def qwen3_5(mechanism, query, key, value, mask):
+    """The linear layer of Qwen3.5 without its output projection, of the hidden states in `key`."""
+    p = {name.removeprefix("rule."): parameter.double() for name, parameter in mechanism.named_parameters()}
+    heads, size = query.shape[1], query.shape[3]
+
+    def unit(x):
+        return x / (x.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt()
+
+    def compute(_, key, __):
+        hidden = hidden_states_of(key).double()
+        lines = [(hidden @ p[f"in_proj_{name}"].T).unflatten(2, (heads, size)).transpose(1, 2) for name in "qkv"]
+        lines = [convolved(x, p[f"convolutions.{place}.weight"]) for place, x in enumerate(lines)]
+        q, k, v = (x / (1 + (-x).exp()) for x in lines)
+        rate = (1 + (hidden @ p["in_proj_a"].T + p["dt_bias"]).exp()).log() * p["A_log"].exp()
+        beta = 1 / (1 + (-hidden @ p["in_proj_b"].T).exp())
+        decay = -rate.transpose(1, 2)[..., None].expand(-1, -1, -1, size)
+        output = reference.gated_delta(unit(q) / size**0.5, unit(k), v, decay, beta.transpose(1, 2))[0]
+        z = (hidden @ p["in_proj_z"].T).unflatten(2, (heads, size)).transpose(1, 2)
+        return output / (output.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * p["norm"] * z / (1 + (-z).exp())
+
+    return without_padding(compute, mask, query, key, value)
 
 
 def convolved(x, weight):

@@ -1,0 +1,209 @@
+"""Qwen3.5 (`qwen3_5_text`), the stock form of `gated_delta` with `form` = `qwen3_5`.
+
+Its linear layers are those of the student. Its softmax layers hold those of the original: their gate is always
+sigmoid(0) = 1/2, which a doubled output projection undoes. Where the original has no norm of queries and keys, that of
+Qwen3.5 becomes a constant: its input is made so small that only the epsilon of the norm counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_linear_attention.configuration_linear_attention import entries_of
+from hf_linear_attention.mechanisms.options import QWEN3_5
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+
+
+# Decoders whose layers are those of Llama, with or without a norm of queries and keys, and with biases or without.
+SOURCES = ("llama", "mistral", "qwen2", "qwen3")
+# A power of 2, so that no digit is lost: queries of 100 become 2e-8, whose square is 1e-9 of the epsilon.
+SMALL = 2.0**-32
+# The settings that mean the same in both.
+SAME = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "tie_word_embeddings",
+    "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+# What begins the names of the matrices of a layer that read its hidden states.
+READ_HIDDEN = ("in_proj", "q_proj.weight", "k_proj.weight", "v_proj.weight")
+INTERVAL = 4  # of the softmax layers in Qwen3.5, which some engines take for granted
+
+
+def obstacles(config: Any, kept: Collection[int] | None = None, dtype: torch.dtype | None = None) -> list[str]:
+    """Why the architecture cannot hold this converted model, each with what to do.
+
+    Args:
+        config: of the converted model.
+        kept: the layers that may keep softmax in the end; by default those that the config does not convert.
+        dtype: that of the weights to write; by default that in the config.
+    """
+    source, problems = config.stock_model_type, []
+    if source not in SOURCES:
+        return [f"a `{source}` model has other layers than Qwen3.5; only {', '.join(SOURCES)} can be rewritten"]
+    settings = entries_of(config.linear_attention)
+    if any((entry["mechanism"], entry.get("form")) != ("gated_delta", QWEN3_5) for entry in settings):
+        problems.append(f"convert with `--attention gated_delta --form {QWEN3_5}` in all layers that are converted")
+    if config.hidden_act != "silu":
+        problems.append(f"`hidden_act` is `{config.hidden_act}`, and Qwen3.5 has one activation, which must be `silu`")
+    if getattr(config, "mlp_bias", False):
+        problems.append("`mlp_bias` is true, and Qwen3.5 has no biases there")
+    if has_output_bias(config) and linear_layers(config):
+        problems.append("`attention_bias` is true, and the output projection of a linear layer of Qwen3.5 has no bias")
+    kept = sorted(set(range(config.num_hidden_layers)) - set(linear_layers(config)) if kept is None else kept)
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or []
+    windowed = [layer for layer in kept if (types[layer] == "sliding_attention" if types else window)]
+    if windowed and window < config.max_position_embeddings:
+        problems.append(
+            f"the softmax layers {windowed} attend to the last {window} tokens, and those of Qwen3.5 to all; convert "
+            "them too"
+        )
+    if not kept:
+        problems.append(
+            "no softmax layer is left, and transformers cannot generate with such a model; give `--softmax_layers`"
+        )
+    if kept and source != "qwen3" and (dtype or config.dtype) == torch.float16:
+        problems.append("float16 cannot hold softmax layers without a norm of queries; give `--dtype bfloat16`")
+    return problems
+
+
+def head_dim(config: Any) -> int:
+    """The size of a head, which configs of Qwen2 do not have."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def has_output_bias(config: Any) -> bool:
+    """Whether the output projection of attention has a bias; in Qwen2 only the others have one."""
+    return config.stock_model_type != "qwen2" and bool(getattr(config, "attention_bias", False))
+
+
+def linear_layers(config: Any) -> list[int]:
+    """The numbers of the converted layers."""
+    found: set[int] = set()
+    for entry in entries_of(config.linear_attention):
+        layers = entry["layers"]
+        if layers == "full_attention":
+            layers = [number for number, name in enumerate(config.layer_types) if name == layers]
+        found |= set(range(config.num_hidden_layers) if layers == "all" else () if layers == "none" else layers)
+    return sorted(found)
+
+
+def stock_config(config: Any) -> Any:
+    """The config of the Qwen3.5 model for that of a converted model."""
+    from transformers import Qwen3_5TextConfig
+
+    fields = config.to_dict()
+    same = {name: fields[name] for name in SAME if name in fields}
+    linear, layers, half = set(linear_layers(config)), config.num_hidden_layers, head_dim(config) // 2
+    types = ["linear_attention" if layer in linear else "full_attention" for layer in range(layers)]
+    is_periodic = all(
+        (name == "full_attention") == (layer % INTERVAL == INTERVAL - 1) for layer, name in enumerate(types)
+    )
+    heads, size, third = config.num_attention_heads, head_dim(config), half // 3
+    # Text has one position, so the sections for the three of images may be any.
+    positions = {
+        "partial_rotary_factor": 1.0,
+        "mrope_section": [half - 2 * third, third, third],
+        "mrope_interleaved": True,
+    }
+    return Qwen3_5TextConfig(
+        **same,
+        head_dim=size,
+        layer_types=types,
+        attention_bias=len(linear) < layers and (config.stock_model_type == "qwen2" or has_output_bias(config)),
+        rope_parameters={**config.rope_parameters, **positions},
+        linear_conv_kernel_dim=4,
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=size,
+        linear_value_head_dim=size,
+        mamba_ssm_dtype="float32",  # vLLM's name for the dtype of the state
+        **({"full_attention_interval": INTERVAL} if is_periodic else {}),
+    )
+
+
+def rewritten(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The `Qwen3_5ForCausalLM` that computes what the converted model computes, in float32.
+
+    Args:
+        model: the converted model, in float32.
+        dtype: that in which the weights will be stored. The norms of Qwen3.5 store w - 1, which 16 bits would round.
+    """
+    from transformers import Qwen3_5ForCausalLM
+
+    weights: dict[str, Tensor] = dict(model.state_dict())
+    converted = linear_attention_modules(model)
+    for layer in range(model.config.num_hidden_layers):
+        place = f"model.layers.{layer}."
+        attention = {name: weights.pop(name) for name in list(weights) if name.startswith(f"{place}self_attn.")}
+        attention = {name.removeprefix(f"{place}self_attn."): weight for name, weight in attention.items()}
+        module = converted.get(f"{place}self_attn")
+        if module is None:
+            kind, mixer = "self_attn", softmax_layer(attention, model.config)
+        else:
+            kind, mixer = "linear_attn", linear_layer(attention, module.linear_attention)
+        weights |= {f"{place}{kind}.{name}": weight for name, weight in mixer.items()}
+        inputs = [f"{place}{kind}.{name}" for name in mixer if name.startswith(READ_HIDDEN)]
+        _shift_norm(weights, f"{place}input_layernorm.weight", inputs, dtype)
+        inputs = [f"{place}mlp.{name}_proj.weight" for name in ("gate", "up")]
+        _shift_norm(weights, f"{place}post_attention_layernorm.weight", inputs, dtype)
+    is_tied = model.config.tie_word_embeddings
+    _shift_norm(weights, "model.norm.weight", [] if is_tied else ["lm_head.weight"], dtype)
+    stock = Qwen3_5ForCausalLM(stock_config(model.config))
+    stock.load_state_dict(weights, strict=True)
+    return stock
+
+
+def linear_layer(attention: Mapping[str, Tensor], mechanism: Any) -> dict[str, Tensor]:
+    """The weights of a linear layer by their names in Qwen3.5."""
+    rule = mechanism.rule.state_dict()
+    taps = [convolution.weight.detach() for convolution in mechanism.convolutions]  # [4, H, 1, D], the newest first
+    return {
+        "in_proj_qkv.weight": torch.cat([rule[f"in_proj_{name}"] for name in "qkv"]),
+        **{f"{name}.weight": rule[name] for name in ("in_proj_z", "in_proj_b", "in_proj_a", "norm")},
+        **{name: rule[name] for name in ("dt_bias", "A_log")},
+        "conv1d.weight": torch.cat([tap.flip(0).flatten(1).T for tap in taps]).unsqueeze(1),
+        "out_proj.weight": attention["o_proj.weight"],
+    }
+
+
+def softmax_layer(attention: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The weights of a softmax layer by their names in Qwen3.5, from those of a model of `SOURCES`."""
+    kept = dict(attention)
+    for kind in "qk":
+        name = f"{kind}_norm.weight"
+        if name in kept:
+            kept[name] = kept[name] - 1
+            continue
+        for part in ("weight", "bias"):
+            if f"{kind}_proj.{part}" in kept:
+                kept[f"{kind}_proj.{part}"] = kept[f"{kind}_proj.{part}"] * SMALL
+        kept[name] = torch.full((head_dim(config),), config.rms_norm_eps**0.5 / SMALL - 1)
+    for part in ("weight", "bias"):
+        if (query := kept.get(f"q_proj.{part}")) is not None:
+            query = query.unflatten(0, (config.num_attention_heads, -1))
+            kept[f"q_proj.{part}"] = torch.cat((query, torch.zeros_like(query)), dim=1).flatten(0, 1)
+    kept["o_proj.weight"] = 2 * kept["o_proj.weight"]
+    if "q_proj.bias" in kept:
+        kept.setdefault("o_proj.bias", torch.zeros(config.hidden_size))
+    return kept
+
+
+def _shift_norm(weights: dict[str, Tensor], name: str, inputs: list[str], dtype: torch.dtype) -> None:
+    """Turn the weight w of a norm into w - 1, in place.
+
+    What rounding that to `dtype` loses, the matrices that read the output of the norm take in.
+    """
+    weight = weights[name]
+    stored = weights[name] = weight - 1
+    if inputs:
+        # The nearest to -1 of what can be stored, so that no factor is 0.
+        stored = torch.where(stored.to(dtype) == -1, torch.finfo(dtype).eps / 2 - 1, stored)
+        stored = weights[name] = stored.to(dtype).to(weight.dtype)
+    for matrix in inputs:
+        weights[matrix] = weights[matrix] * (weight / (1 + stored))

@@ -1,0 +1,154 @@
+"""`--form qwen3_5`: the result of a conversion is a stock Qwen3.5 checkpoint that computes the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from checkpoints import run, save_twin
+from matrix import stock_model
+from transformers import AutoModelForCausalLM
+
+from hf_linear_attention import convert, convert_and_heal
+from hf_linear_attention.conversion import commands
+from hf_linear_attention.conversion.export import qwen3_5
+from hf_linear_attention.conversion.export.stock import largest_difference
+from hf_linear_attention.conversion.export.stock import stock_model as rewritten
+
+
+FORM = {"mechanism": "gated_delta", "form": "qwen3_5"}
+COMMAND = ("--attention=gated_delta", "--form=qwen3_5")
+
+
+def twin(family: str, **changes):
+    """A random twin of four layers whose norms and biases are not those of the start."""
+    model = stock_model(family, num_hidden_layers=4, **changes)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sources") / "qwen3"
+    save_twin(folder, "qwen3", num_hidden_layers=4)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral"])
+@pytest.mark.parametrize("layers", [[0, 1, 2], [2]], ids=["every fourth kept", "one converted"])
+def test_it_computes_what_the_student_computes(family, layers):
+    model = convert(twin(family, sliding_window=None), **FORM, layers=layers)
+    assert qwen3_5.obstacles(model.config) == []
+    stock, difference = rewritten("qwen3_5", model, torch.float32)  # refuses more than 1e-4
+    assert type(stock).__module__.startswith("transformers.models.qwen3_5.")
+    assert difference < 2e-5
+
+
+def test_kept_layers_of_qwen3_are_the_same_to_the_last_bit():
+    assert rewritten("qwen3_5", convert(twin("qwen3"), **FORM, layers="none"), torch.float32)[1] == 0
+
+
+def test_small_norms_survive_bfloat16():
+    """Qwen3.5 stores w - 1, of which bfloat16 keeps no more than two digits where w is small."""
+    source = twin("qwen3")
+    with torch.no_grad():
+        for name, parameter in source.named_parameters():
+            if name.endswith("layernorm.weight"):
+                parameter.uniform_(0.01, 0.2)
+            parameter.copy_(parameter.bfloat16())
+    model = convert(source, **FORM, layers=[0, 1, 2])
+    ids = torch.randint(3, 64, (2, 50), generator=torch.Generator().manual_seed(0))
+    errors = []
+    for dtype in (torch.bfloat16, torch.float32):
+        stored = qwen3_5.rewritten(model, dtype)
+        for parameter in stored.parameters():
+            parameter.data = parameter.bfloat16().float()
+        with torch.no_grad():
+            errors.append((stored(ids).logits - model(ids).logits).abs().mean())
+    assert errors[0] < errors[1] / 3
+
+
+def test_the_command_writes_a_checkpoint_that_needs_no_code(qwen3, tmp_path):
+    code, out, err = run(f"--model_name_or_path={qwen3}", f"--output_dir={tmp_path / 'out'}", *COMMAND)
+    assert code == 0, err
+    assert "trust_remote_code" not in out
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["full_attention_interval"]) == ("qwen3_5_text", 4)
+    assert {"auto_map", "linear_attention"}.isdisjoint(config)
+    assert not [*(tmp_path / "out").glob("*.py")]
+    assert "trust_remote_code" not in (tmp_path / "out" / "README.md").read_text()
+    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    assert report["stock"]["architecture"] == "Qwen3_5ForCausalLM"
+    alone = (
+        "import sys; sys.modules['hf_linear_attention'] = None\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'out')!r})\n"
+        "import torch\n"
+        "print(model.generate(torch.arange(3, 20)[None], max_new_tokens=12, do_sample=False).tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True, check=False)
+    student = convert(AutoModelForCausalLM.from_pretrained(qwen3), **FORM, layers=[0, 1, 2])
+    text = student.generate(torch.arange(3, 20)[None], max_new_tokens=12, do_sample=False)
+    assert done.stdout.strip() == str(text.tolist()), done.stderr
+
+
+def test_a_saved_student_is_exported(qwen3, tmp_path):
+    convert(str(qwen3), **FORM, layers=[0, 2]).save_pretrained(tmp_path / "student")
+    words = ("export", tmp_path / "student", "--to=qwen3_5", f"--output_dir={tmp_path / 'out'}")
+    code, out, err = run(*words, command=commands.main)
+    assert code == 0, err
+    assert "Qwen3_5ForCausalLM" in out
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("student", "out")]
+    assert largest_difference(*models) < 2e-5
+
+
+def test_what_computes_something_else_is_not_written(qwen3, tmp_path, monkeypatch):
+    monkeypatch.setattr(qwen3_5, "SMALL", 1.0)  # then the norm of queries, which a Llama does not have, changes them
+    save_twin(tmp_path / "llama", "llama", num_hidden_layers=4)
+    code, _, err = run(f"--model_name_or_path={tmp_path / 'llama'}", f"--output_dir={tmp_path / 'out'}", *COMMAND)
+    assert code == 1
+    assert "does not compute what the converted model computes" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_preset_heals_it_from_python(qwen3, tmp_path):
+    texts = [topics[name][:600] for name in sorted(topics)[:4]]
+    options = {"tokens": "300", "tokenizer": None, "output_dir": tmp_path / "out", "softmax_layers": "1"}
+    model = convert_and_heal(str(qwen3), "qwen3_5", texts, **options)
+    assert type(model).__name__ == "Qwen3_5ForCausalLM"
+    assert model.config.layer_types == ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+    assert "full_attention_interval" not in model.config.to_dict()
+    assert "Trained" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "options", "reason"),
+    [
+        ("gpt2", {}, (), "a `gpt2` model has other layers than Qwen3.5"),
+        ("llama", {"mlp_bias": True}, (), "`mlp_bias` is true"),
+        ("llama", {"attention_bias": True}, (), "the output projection of a linear layer of Qwen3.5 has no bias"),
+        ("llama", {"hidden_act": "gelu"}, (), "one activation, which must be `silu`"),
+        ("mistral", {"sliding_window": 4}, ("--drop=sliding_window",), "attend to the last 4 tokens"),
+        ("qwen3", {}, ("--layers=all", "--softmax_layers=every:9"), "K must be from 2 to 4"),
+        ("qwen3", {"num_hidden_layers": 3}, (), "K must be from 2 to 3"),
+        ("qwen3", {}, ("--conv_size=3",), "`conv_size` = `3` has no effect with `form` = `qwen3_5`"),
+        ("qwen3", {}, ("--softmax_heads=0.1",), "with `form` = `qwen3_5` has no softmax heads"),
+        ("llama", {}, ("--dtype=float16",), "give `--dtype bfloat16`"),
+    ],
+)
+def test_what_the_architecture_cannot_hold_is_refused_before_weights_are_read(
+    family, changes, options, reason, tmp_path, monkeypatch
+):
+    save_twin(tmp_path / "source", family, **{"num_hidden_layers": 4, **changes})
+    monkeypatch.setattr("safetensors.torch.load_file", None)
+    code, _, err = run(f"--model_name_or_path={tmp_path / 'source'}", "--output_dir=o", "--dry_run", *COMMAND, *options)
+    assert code == 2
+    assert reason in err
