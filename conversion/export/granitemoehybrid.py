@@ -30,7 +30,7 @@ def obstacles(config: Any) -> list[str]:
     problems = mamba.obstacles(config, SOURCES)
     if any(entry["softmax_heads"] for entry in entries_of(config.linear_attention)):
         problems.append("`softmax_heads` is not possible, because a layer is linear or softmax; take `--to falcon_h1`")
-    if len(mamba.converted_layers(config)) == config.num_hidden_layers:
+    if len(mamba.linear_layers(config)) == config.num_hidden_layers:
         problems.append(
             "no softmax layer is left, and transformers generates nothing with such a model; take `--to falcon_h1`, or "
             "convert with `--softmax_layers`"

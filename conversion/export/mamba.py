@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_linear_attention.configuration_linear_attention import entries_of
+from hf_linear_attention.conversion.export.qwen3_5 import linear_layers
 from hf_linear_attention.layer_ranges import ranges_of
 
 
@@ -121,7 +122,7 @@ def obstacles(config: Any, sources: Collection[str]) -> list[str]:
         problems.add(
             f"`hidden_act` = `{config.hidden_act}` is not possible: the blocks have the same, which must be `silu`"
         )
-    if not (linear := converted_layers(config)):
+    if not (linear := linear_layers(config)):
         problems.add("no layer is converted; leave out `--layers none`")
     if config.dtype == torch.float16:
         problems.add("float16 is too narrow for the features; convert with `--dtype bfloat16` or `float32`")
@@ -133,17 +134,6 @@ def obstacles(config: Any, sources: Collection[str]) -> list[str]:
             f"`sliding_window` = {window} in the softmax layers {ranges_of(windowed)} is not possible; convert them too"
         )
     return sorted(problems)
-
-
-def converted_layers(config: Any) -> set[int]:
-    """The numbers of the converted layers."""
-    found: set[int] = set()
-    for entry in entries_of(config.linear_attention):
-        layers = entry["layers"]
-        if layers == "full_attention":
-            layers = [number for number, name in enumerate(config.layer_types) if name == layers]
-        found |= set(range(config.num_hidden_layers) if layers == "all" else () if layers == "none" else layers)
-    return found
 
 
 def same_fields(config: Any) -> dict[str, Any]:
