@@ -27,7 +27,7 @@ FACTORS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multipl
 CASES = {
     "grouped heads": (GRANITE, "llama", {}, {"layers": [0, 2], **LEARNED}),
     "biases of q, k, v": (GRANITE, "qwen2", {}, {"layers": [1, 2]}),
-    "all biases": (GRANITE, "llama", {"attention_bias": True, "head_dim": 12}, {"layers": [1], **LEARNED}),
+    "all biases": (GRANITE, "llama", {"attention_bias": True, "head_dim": 20}, {"layers": [1], **LEARNED}),
     "tied embeddings": (GRANITE, "mistral", {"tie_word_embeddings": True}, {"layers": [0], "num_features": 5}),
     "factors": (GRANITE, "granite", FACTORS, {"layers": [0, 1], **LEARNED}),
     "all linear": (FALCON, "llama", {}, LEARNED),
@@ -112,21 +112,41 @@ def test_padding_on_the_left_and_prompts_of_one_token(models, target):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("size", "values", "norm"), [(1e-6, 1e4, 1.0), (1e6, 1e-5, 1.0), (30.0, 1.0, 300.0)])
-def test_the_scales_follow_from_the_weights(size, values, norm):
+@pytest.mark.parametrize(
+    ("size", "bias", "values", "norm"), [(1e-6, 1, 1e4, 1), (1e6, 1, 1e-5, 1), (30, 1, 1, 300), (1, 1e6, 1, 1)]
+)
+def test_the_scales_follow_from_the_weights(size, bias, values, norm):
     """Sums that would overflow, or vanish beside the epsilon of the norm, and features near 0; all in float64 too."""
     model = converted("qwen2", {}, LEARNED)
     for layer in model.model.layers:
         attention = layer.self_attn
         layer.input_layernorm.weight[::5] *= norm
-        attention.linear_attention.feature_map.bias *= size
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-            for parameter in projection.parameters():
-                parameter *= values if projection is attention.v_proj else size
+        attention.linear_attention.feature_map.bias *= size * bias
+        for projection in (attention.q_proj, attention.k_proj):
+            projection.weight *= size
+            projection.bias *= size * bias
+        attention.v_proj.weight *= values
+        attention.v_proj.bias *= values
         attention.o_proj.weight /= values
     stock, _ = rewritten(FALCON, model, torch.float32)
     expected = copy.deepcopy(model).double()(IDS).logits
     assert (stock(IDS).logits - expected).abs().max() < 2e-5 * expected.std()
+
+
+@torch.no_grad()
+def test_a_key_that_has_faded_is_read_where_it_alone_shares_features():
+    """The weight of the first key falls to e^-30, and the output stays its value."""
+    model = converted("llama", {"num_key_value_heads": 4}, LEARNED)
+    attention = model.model.layers[0].self_attn
+    attention.k_proj.weight.copy_(-attention.q_proj.weight)  # no token shares features with itself
+    attention.linear_attention.feature_map.bias.zero_()
+    attention.linear_attention.decay.rate.fill_(0.5413)  # softplus is 1
+    norm = model.model.layers[0].input_layernorm.weight
+    hidden = torch.nn.functional.normalize(torch.randn(1, 1, 32), dim=-1) * 32**0.5 * norm
+    tokens = torch.cat((-hidden, hidden.expand(1, 30, -1)), dim=1)
+    stock, _ = rewritten(FALCON, model, torch.float32)
+    found, value = stock.model.layers[0].mamba(tokens), attention.o_proj(attention.v_proj(-hidden))
+    torch.testing.assert_close(found[:, 1:], value.expand(1, 30, -1), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
