@@ -52,20 +52,21 @@ def rewritten(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _config(model: PreTrainedModel, sizes: mamba.Sizes, softmax_heads: int) -> FalconH1Config:
-    attentions = [layer.self_attn for layer in model.model.layers]
-    return FalconH1Config(
+    attention = model.model.layers[0].self_attn
+    fields: dict[str, Any] = {
         **mamba.same_fields(model.config),
         **sizes.fields(),
-        num_attention_heads=softmax_heads,
-        num_key_value_heads=softmax_heads,
-        head_dim=attentions[0].head_dim,
-        attention_bias=attentions[0].q_proj.bias is not None,
-        mlp_bias=bool(getattr(model.config, "mlp_bias", False)),
-        mamba_d_ssm=sizes.heads * sizes.channels,
-        mamba_norm_before_gate=False,
-        mamba_rms_norm=True,
-        projectors_bias=True,
-    )
+        "num_attention_heads": softmax_heads,
+        "num_key_value_heads": softmax_heads,
+        "head_dim": attention.head_dim,
+        "attention_bias": attention.q_proj.bias is not None,
+        "mlp_bias": bool(getattr(model.config, "mlp_bias", False)),
+        "mamba_d_ssm": sizes.heads * sizes.channels,
+        "mamba_norm_before_gate": False,
+        "mamba_rms_norm": True,
+        "projectors_bias": True,
+    }
+    return FalconH1Config(**fields)
 
 
 @torch.no_grad()

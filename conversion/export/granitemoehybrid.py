@@ -22,7 +22,7 @@ NEEDS = (
     "It needs transformers 5.23 or later, whose norm is that of vLLM: earlier ones load it and compute something else. "
     "Sums over many tokens need float32: `vllm serve` has `--mamba-ssm-cache-dtype float32`."
 )
-FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
 
 
 def obstacles(config: Any) -> list[str]:
@@ -71,18 +71,21 @@ def _config(model: PreTrainedModel, linear: dict[int, Any]) -> GraniteMoeHybridC
     features, expand = mamba.number_of_features(linear), 1
     while expand * width % heads or not mamba.Sizes(heads, expand * width // heads, features).hold(attention.head_dim):
         expand += 1
-    return GraniteMoeHybridConfig(
+    fields: dict[str, Any] = {
         **mamba.same_fields(config),
         **mamba.Sizes(heads, expand * width // heads, features).fields(),
-        **{"attention_multiplier": attention.scaling}
-        | {name: getattr(config, name) for name in FACTORS if hasattr(config, name)},
-        num_attention_heads=heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=attention.head_dim,
-        attention_bias=any(layer.self_attn.q_proj.bias is not None for layer in model.model.layers),
-        shared_intermediate_size=config.intermediate_size,
-        num_local_experts=0,
-        position_embedding_type="rope",
-        layer_types=["linear_attention" if i in linear else "full_attention" for i in range(config.num_hidden_layers)],
-        mamba_expand=expand,
-    )
+        **{name: getattr(config, name) for name in FACTORS if hasattr(config, name)},
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": attention.head_dim,
+        "attention_multiplier": attention.scaling,
+        "attention_bias": any(layer.self_attn.q_proj.bias is not None for layer in model.model.layers),
+        "shared_intermediate_size": config.intermediate_size,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "layer_types": [
+            "linear_attention" if i in linear else "full_attention" for i in range(len(model.model.layers))
+        ],
+        "mamba_expand": expand,
+    }
+    return GraniteMoeHybridConfig(**fields)
