@@ -14,9 +14,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
+from hf_linear_attention._common.command_line import not_essential
 from hf_linear_attention._common.errors import ConversionError, UsageError
 from hf_linear_attention._common.folders import saving, staging
-from hf_linear_attention._common.model_card import REPORT
+from hf_linear_attention._common.model_card import REPORT, training_facts, training_history, write_model_card
 from hf_linear_attention._common.reading import read_json, reading
 from hf_linear_attention.conversion.export.command import PACKAGE, ExportRequest
 from hf_linear_attention.conversion.output_folder import TOKENIZER_FILES, share_permissions
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 # The largest difference of two logits, as a share of their standard deviation: a few times what float32 rounds in the
 # sums of another order that two ways to compute the same model take (1.5e-5 was measured in models of three layers).
 TOLERANCE = 1e-4
-TOKENS, NEW_TOKENS = 64, 40
+# More than the chunks of 64 or 256 tokens in which stock layers compute; a prompt of a few; and what follows it.
+TOKENS, PROMPT, NEW_TOKENS = 300, 16, 40
 BESIDE = (*TOKENIZER_FILES, "generation_config.json", "conversion_report.json", "training_report.json", "recipe.yaml")
 
 
@@ -45,11 +47,25 @@ def write(request: ExportRequest) -> str:
             if (request.folder / name).is_file():
                 shutil.copyfile(request.folder / name, folder / name)
         found = write_stock(request.target, request.folder, folder)
+        with not_essential("the model card"):
+            write_card(request, folder, found["architecture"])
     return (
         f"{request.output_dir} is a {found['architecture']}, which needs no code of this package. Its logits, of "
         f"{TOKENS} tokens at once and of a greedy text of {NEW_TOKENS}, differ by at most {found['difference']:.1e} of "
         "their standard deviation."
     )
+
+
+def write_card(request: ExportRequest, folder: Path, architecture: str) -> None:
+    """Write the README.md of the stock checkpoint in `folder`, with what is known of the converted model."""
+    facts = {
+        "base_model": request.folder.name,
+        "settings": AutoConfig.from_pretrained(request.folder).linear_attention,
+        **training_facts(training_history(str(request.folder))),
+        "stock": architecture,
+        "stock_needs": getattr(host_of(request.target), "NEEDS", ""),
+    }
+    write_model_card(folder, facts, name=request.output_dir.name)
 
 
 def finish_stock(folder: Path, target: str) -> dict[str, Any]:
@@ -138,11 +154,11 @@ def largest_difference(model: PreTrainedModel, stock: PreTrainedModel) -> float:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.get_text_config().vocab_size, (2, TOKENS), generator=generator)
     expected, found = (m(ids, use_cache=False).logits for m in (model, stock))
-    prompt = ids[:, : TOKENS // 4]
+    prompt = ids[:, :PROMPT]
     steps = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "output_logits": True}
     steps |= {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}
     first, second = (m.generate(prompt, **steps) for m in (model, stock))
-    is_equal = (first.sequences == second.sequences)[:, TOKENS // 4 - 1 : -1].long().cumprod(1).bool()
+    is_equal = (first.sequences == second.sequences)[:, PROMPT - 1 : -1].long().cumprod(1).bool()
     texts = [torch.stack(text.logits, dim=1)[is_equal] for text in (first, second)]
     difference = max((found - expected).abs().max(), (texts[0] - texts[1]).abs().max())
     return float(difference / expected.std())

@@ -6,7 +6,8 @@
                |   keys     and this group also keeps its keys and values, which grow with the length
 
 The output of the chosen heads is exact softmax attention to all keys, and that of the others is the mechanism's. The
-mechanism keeps its parameters and their names, so a head can be given softmax attention after training, too.
+chosen heads see the rotary positions that the setting `rope` hides from the others. The mechanism keeps its parameters
+and their names, so a head can be given softmax attention after training, too.
 """
 
 from __future__ import annotations
@@ -49,9 +50,21 @@ class SoftmaxHeads(AttentionMechanism):
         size = self.shape.num_heads // self.shape.num_key_value_heads
         return sorted({head // size for head in self.softmax_heads})
 
+    def prepare(self, inputs: MechanismInputs) -> MechanismInputs:
+        """Change nothing yet, because the softmax heads see all rotary positions; see `_of_mechanism`."""
+        return inputs
+
+    def _of_mechanism(self, inputs: MechanismInputs) -> MechanismInputs:
+        """What the mechanism sees, without the rotary frequencies that are hidden from it."""
+        return super().prepare(inputs) if self.needs_positions else inputs
+
+    def calibrate(self, inputs: MechanismInputs) -> None:
+        """Fit constants to what the mechanism sees."""
+        super().calibrate(self._of_mechanism(inputs))
+
     def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
         """The output of the mechanism, in which the softmax heads are replaced; see `AttentionMechanism.forward`."""
-        output, new = super().forward(inputs, None if state is None else state[:-NUM_KEPT])
+        output, new = super().forward(self._of_mechanism(inputs), None if state is None else state[:-NUM_KEPT])
         kept: Any = self._extended(inputs, state)
         if self.softmax_heads:
             size = self.shape.num_heads // self.shape.num_key_value_heads
@@ -72,7 +85,7 @@ class SoftmaxHeads(AttentionMechanism):
         """The state after these keys, without an output."""
         if self.mechanism_class.absorb is AttentionMechanism.absorb:  # it calls `forward`
             return super().absorb(inputs, state)
-        own = super().absorb(inputs, None if state is None else state[:-NUM_KEPT])
+        own = super().absorb(self._of_mechanism(inputs), None if state is None else state[:-NUM_KEPT])
         kept: Any = self._extended(inputs, state)
         return None if own is None else (*own, *kept)
 

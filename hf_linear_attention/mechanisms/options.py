@@ -159,7 +159,7 @@ ROPE_OPTIONS: dict[str, Option] = {
         str,
         "before_map",
         "which rotary frequencies the feature map sees; before_map: all; partial: those that make a full turn within "
-        "the trained length; none: none of them (the window and the sinks of `hybrid` always use all)",
+        "the trained length; none: none of them (window and sinks of `hybrid`, and softmax heads, always use all)",
         choices=("before_map", "partial", "none"),
     ),
     "rope_frequencies": Option(
@@ -186,13 +186,6 @@ INPUT_GATE_OPTION = Option(
     "weigh every key by a factor that follows from the hidden state of its token, for `feature_map` = `exp` or "
     "`hedgehog`",
 )
-
-
-def rope_obstacle(capability: str, settings: Mapping[str, Any]) -> str | None:
-    """Softmax heads need the rotary positions that `rope` would take back before them."""
-    if capability == "softmax_heads" and settings.get("rope", "before_map") != "before_map":
-        return f"with `rope` = `{settings['rope']}` hides rotary positions from softmax heads"
-    return None
 
 
 class FeatureMapTraits(NamedTuple):
@@ -259,7 +252,7 @@ class LinearOptions(MechanismOptions):
             return f"with `decay` = `{settings['decay']}` has no {capability} form"
         if capability == "cross" and settings.get("input_gate"):
             return "with `input_gate` has no cross form"
-        return rope_obstacle(capability, settings) or super().obstacle(capability, settings)
+        return super().obstacle(capability, settings)
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
@@ -659,10 +652,10 @@ class GatedDeltaOptions(MechanismOptions):
 
     @classmethod
     def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
-        """`rope` may hide rotary positions from softmax heads; the form of Qwen3.5 has none, and no weights."""
+        """The form of Qwen3.5 has no softmax heads, and no weights."""
         if settings.get("form") == QWEN3_5 and capability in ("softmax_heads", "weights"):
             return f"with `form` = `{QWEN3_5}` has no {capability.replace('_', ' ')}"
-        return rope_obstacle(capability, settings) or super().obstacle(capability, settings)
+        return super().obstacle(capability, settings)
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:

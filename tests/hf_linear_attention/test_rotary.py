@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import reference
 import torch
 from matrix import attend, mechanism_of, move, qkv
 
@@ -12,7 +13,7 @@ from hf_linear_attention.features.maps import half_squared_norm
 from hf_linear_attention.mechanisms.base import MechanismInputs, Rotary
 
 
-DIM, ROTATED, WINDOW, SINKS, TRAINED, SCALING = 12, 8, 5, 2, 20, 0.3
+DIM, WINDOW, SINKS, TRAINED, SCALING = 12, 5, 2, 20, 0.3
 # Wavelengths of 6, 21, 70 and 628 tokens.
 FREQUENCIES = (1.0, 0.3, 0.09, 0.01)
 KEPT = 2
@@ -35,14 +36,7 @@ def build(settings, is_interleaved=False, is_causal=True):
 
 
 def rotated(x, positions, frequencies=FREQUENCIES, is_interleaved=False):
-    """`x [B, heads, N, D]` in float64, its first channels turned as complex numbers; 0 turns a pair by nothing."""
-    x = x.double()
-    pairs = x[..., :ROTATED].unflatten(-1, (-1, 2) if is_interleaved else (2, -1))
-    pairs = pairs if is_interleaved else pairs.transpose(-1, -2)
-    angle = positions.double()[:, None, :, None] * torch.tensor(frequencies, dtype=torch.float64)
-    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle))
-    turned = turned if is_interleaved else turned.transpose(-1, -2)
-    return torch.cat((turned.flatten(-2), x[..., ROTATED:]), dim=-1)
+    return reference.rotated(x, positions, frequencies, is_interleaved)
 
 
 def run(mechanism, query, key, value, positions, mask=None, state=None, is_causal=True):

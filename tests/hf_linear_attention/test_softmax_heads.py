@@ -8,11 +8,26 @@ import pickle
 import pytest
 import reference
 import torch
-from matrix import add_gates, attend, mechanism_of, qkv, relative_error, sample_inputs, stock_config, stock_model
+from matrix import (
+    SCALING,
+    add_gates,
+    attend,
+    hidden_states_of,
+    mechanism_of,
+    move,
+    qkv,
+    relative_error,
+    sample_inputs,
+    stock_config,
+    stock_model,
+)
+from oracles import ORACLES
 from transformers import BloomConfig, BloomForCausalLM, StaticCache
 
-from hf_linear_attention import convert, convert_config, modeling_linear_attention, softmax_attention
+from hf_linear_attention import calibrate, convert, convert_config, modeling_linear_attention, softmax_attention
 from hf_linear_attention.attention.softmax_heads import keep_softmax_heads
+from hf_linear_attention.mechanisms.base import MechanismInputs, Rotary
+from hf_linear_attention.modeling_linear_attention import converted_modules
 
 
 CASES = {
@@ -82,15 +97,83 @@ def test_any_split_gives_one_forward_and_changes_no_state(name, split, mask):
     assert relative_error(torch.cat(outputs, dim=1)[given], whole[given]) < 1e-9
 
 
-@pytest.fixture(scope="module")
-def exact():
+FREQUENCIES, KEPT = (1.0, 0.3, 0.09), 1
+WITHOUT_POSITIONS = {
+    "linear": {"feature_map": "exp", "num_features": 8, "decay": "learned"},
+    "t2r": {"mechanism": "linear", "feature_map": "t2r"},
+    "performer": {"num_features": 16},
+    "gated_delta": {"num_features": 6, "conv_size": 2},
+}
+
+
+@pytest.mark.parametrize("rope", ["none", "partial"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", WITHOUT_POSITIONS)
+def test_softmax_heads_see_the_positions_that_rope_hides_from_the_others(backend, name, mask, rope):
+    """Values and gradients from queries and keys before rotation; then the same in several calls."""
+    settings = {"mechanism": name, **WITHOUT_POSITIONS[name], "rope": rope}
+    settings |= {"rope_frequencies": KEPT} if rope == "partial" else {}
+    mechanism = mechanism_of(settings, heads=(6, 3), rotary=Rotary(FREQUENCIES))
+    mechanism, (query, key, value) = keep_softmax_heads(move(mechanism, 0.1).double(), HEADS), inputs()
+    given, real = None if mask == "none" else MASKS[mask], MASKS[mask]
+    positions = (real.cumsum(1) - 1).clamp(min=0).int()
+    full = [reference.rotated(x, positions, FREQUENCIES) for x in (query, key)]
+    kept = FREQUENCIES[:KEPT] if rope == "partial" else ()
+    part = [reference.rotated(x, positions, kept + (0.0,) * (3 - len(kept))) for x in (query, key)]
+    gates = mechanism.gates(hidden_states_of(part[1])) if mechanism.needs_gates else None
+
+    def run(state=None, tokens=slice(None)):
+        q, k, v = (x[:, :, tokens] for x in (*full, value))
+        gate, own = (None if x is None else x[:, tokens] for x in (gates, given))
+        made = MechanismInputs(q, k, v, own, SCALING, True, positions[:, tokens], gate)
+        return mechanism(mechanism.prepare(made), state)
+
+    plain = ORACLES[settings["mechanism"]](mechanism, *part, value, given, True, SCALING)
+    logits = SCALING * full[0] @ reference.repeat_heads(full[1], 6).transpose(-1, -2)
+    exact = reference.attend(logits, value, real, is_causal=True)
+    expected = torch.where(torch.tensor([head in HEADS for head in range(6)])[:, None, None], exact, plain)
+    expected, (output, _) = expected.transpose(1, 2), run()
+    # float64, but the angles that are taken back are float32: 1e-7 of up to 12 radians
+    torch.testing.assert_close(output[real], expected[real], rtol=1e-5, atol=1e-5)
+    weight, leaves = torch.randn(output[real].shape, dtype=torch.float64), (query, key, value)
+    grads = [torch.autograd.grad((y[real] * weight).sum(), leaves, retain_graph=True) for y in (output, expected)]
+    for mine, theirs in zip(*grads):
+        torch.testing.assert_close(mine[real.any(1)], theirs[real.any(1)], rtol=1e-4, atol=1e-5)
+    outputs, state = [], None
+    for tokens in (slice(0, 5), slice(5, 6), slice(6, 7), slice(7, 13)):
+        part_output, state = run(state, tokens)
+        outputs.append(part_output)
+        seen = slice(0, tokens.stop)  # what follows changes nothing
+        assert relative_error(run(None, seen)[0][real[:, seen]], output[:, seen][real[:, seen]]) < 1e-9
+    assert relative_error(torch.cat(outputs, dim=1)[real], output[real]) < 1e-9
+
+
+def test_what_is_calibrated_sees_the_positions_that_the_mechanism_sees():
+    mask = torch.tensor([[0] * 6 + [1] * 15, [1] * 21])
+
+    def constants(**settings):
+        options = {"mechanism": "performer", "features": "favor++", "num_features": 16}
+        model = convert(stock_model("llama"), **options, **settings)
+        calibrate(model, [{"input_ids": IDS, "attention_mask": mask}])
+        return torch.stack([module.linear_attention.feature_map.norm_weight for module in converted_modules(model)])
+
+    expected = constants(rope="none")
+    torch.testing.assert_close(constants(rope="none", softmax_heads=[[0, 0], [1, 3]]), expected)
+    assert relative_error(constants(), expected) > 1e-3  # with the positions
+
+
+@pytest.fixture(
+    scope="module", params=[{"mechanism": "hybrid", "window_size": 3}, {"mechanism": "linear", "rope": "none"}]
+)
+def exact(request):
     """A model of which every head is softmax: the stock model, by way of the mechanism and its cache."""
-    return convert(stock_model("llama"), mechanism="hybrid", window_size=3, num_features=8, softmax_heads=EVERY)
+    return convert(stock_model("llama"), **request.param, num_features=8, softmax_heads=EVERY)
 
 
-@pytest.fixture(scope="module")
-def some():
-    return convert(stock_model("llama"), mechanism="linear", num_features=8, softmax_heads=[[0, 3], [2, 0], [2, 1]])
+@pytest.fixture(scope="module", params=["before_map", "none"])
+def some(request):
+    settings = {"mechanism": "linear", "num_features": 8, "rope": request.param}
+    return convert(stock_model("llama"), **settings, softmax_heads=[[0, 3], [2, 0], [2, 1]])
 
 
 @torch.no_grad()
@@ -130,7 +213,8 @@ def test_a_rollback_and_a_continued_packed_prompt(some):
 
 @torch.no_grad()
 def test_a_copy_a_pickle_softmax_attention_and_the_size_of_the_cache(some):
-    given, plain = sample_inputs("llama"), convert(stock_model("llama"), mechanism="linear", num_features=8)
+    given, rope = sample_inputs("llama"), some.config.linear_attention["rope"]
+    plain = convert(stock_model("llama"), mechanism="linear", num_features=8, rope=rope)
     for other in (copy.deepcopy(some), pickle.loads(pickle.dumps(some))):
         assert torch.equal(other(**given).logits, some(**given).logits)
     with softmax_attention(some) as teacher:
@@ -150,7 +234,6 @@ def test_a_copy_a_pickle_softmax_attention_and_the_size_of_the_cache(some):
         ({"softmax_heads": "0.1"}, "it must be a list of [layer, head]"),
         ({"softmax_heads": [[0]]}, "it must be a list of [layer, head]"),
         ({"softmax_heads": [[0, 1]], "mechanism": "aft"}, "`aft` has no softmax_heads form"),
-        ({"softmax_heads": [[0, 1]], "rope": "partial"}, "with `rope` = `partial` hides rotary positions"),
         ({"softmax_heads": [[0, 1]], "drop": ["softcap"]}, "not possible together with `drop`"),
         ({"softmax_heads": [[7, 1]]}, "layer 7"),
     ],

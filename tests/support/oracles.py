@@ -221,6 +221,9 @@ def without_padding(compute, mask, query, key, value, *others):
     rows = []
     for row in range(query.shape[0]):
         real = torch.arange(query.shape[2]) if mask is None else mask[row].nonzero().squeeze(1)
+        if not len(real):
+            rows.append(output[row : row + 1])
+            continue
         parts = [x[row : row + 1].index_select(2, real) for x in (query, key, value, *others)]
         rows.append(output[row : row + 1].index_copy(2, real, compute(*parts)))
     return torch.cat(rows)

@@ -15,6 +15,17 @@ def repeat_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     return x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
+def rotated(x: torch.Tensor, positions: torch.Tensor, frequencies, is_interleaved: bool = False) -> torch.Tensor:
+    """`x [B, heads, N, D]`, its first channels turned as complex numbers by their frequency; 0 turns by nothing."""
+    x, size = x.double(), 2 * len(frequencies)
+    pairs = x[..., :size].unflatten(-1, (-1, 2) if is_interleaved else (2, -1))
+    pairs = pairs if is_interleaved else pairs.transpose(-1, -2)
+    angle = positions.double()[:, None, :, None] * torch.tensor(frequencies, dtype=torch.float64)
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle))
+    turned = turned if is_interleaved else turned.transpose(-1, -2)
+    return torch.cat((turned.flatten(-2), x[..., size:]), dim=-1)
+
+
 def attend(log_weights: torch.Tensor, value: torch.Tensor, key_mask=None, is_causal: bool = False) -> torch.Tensor:
     """Normalised attention from the logarithms of its weights `[B, H, N, S]`; 0 for a query that sees no key."""
     queries, keys = log_weights.shape[-2:]
