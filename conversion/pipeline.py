@@ -121,7 +121,7 @@ def _check_form(arguments: ConversionArguments, plan: Plan) -> None:
     if plan.stock_form is not None:
         is_open = count_of(arguments.softmax_layers) is not None  # any layer may be chosen
         dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-        refuse(plan.stock_form, plan.config, kept=range(plan.num_layers) if is_open else None, dtype=dtype)
+        refuse("--form", plan.stock_form, plan.config, kept=range(plan.num_layers) if is_open else None, dtype=dtype)
 
 
 def _note_unused_drop(plan: Plan) -> None:

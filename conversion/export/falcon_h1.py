@@ -10,11 +10,11 @@ import torch
 from transformers import FalconH1Config, FalconH1ForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from hf_linear_attention.conversion.export import mamba
+from hf_linear_attention.conversion.export import decoders, mamba
 
 
 SOURCES = ("llama", "mistral", "qwen2")
-NEEDS = "Sums over many tokens need float32: `vllm serve` has `--mamba-ssm-cache-dtype float32`."
+ENGINES = "Sums over many tokens need float32: `vllm serve` has `--mamba-ssm-cache-dtype float32`."
 
 
 def obstacles(config: Any) -> list[str]:
@@ -54,7 +54,7 @@ def rewritten(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def _config(model: PreTrainedModel, sizes: mamba.Sizes, softmax_heads: int) -> FalconH1Config:
     attention = model.model.layers[0].self_attn
     fields: dict[str, Any] = {
-        **mamba.same_fields(model.config),
+        **decoders.same_fields(model.config),
         **sizes.fields(),
         "num_attention_heads": softmax_heads,
         "num_key_value_heads": softmax_heads,

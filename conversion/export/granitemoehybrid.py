@@ -11,14 +11,14 @@ from transformers.initialization import no_init_weights
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
 
 from hf_linear_attention.configuration_linear_attention import entries_of
-from hf_linear_attention.conversion.export import mamba
+from hf_linear_attention.conversion.export import decoders, mamba
 
 
 # Decoders like Llama, and Granite, whose factors the architecture has too.
 SOURCES = ("llama", "mistral", "qwen2", "granite")
 # Until then, one norm went over all heads together. vLLM always had one for each.
 IS_GROUPED = "group_size" in inspect.signature(GraniteMoeHybridRMSNormGated).parameters
-NEEDS = (
+ENGINES = (
     "It needs transformers 5.23 or later, whose norm is that of vLLM: earlier ones load it and compute something else. "
     "Sums over many tokens need float32: `vllm serve` has `--mamba-ssm-cache-dtype float32`."
 )
@@ -30,7 +30,7 @@ def obstacles(config: Any) -> list[str]:
     problems = mamba.obstacles(config, SOURCES)
     if any(entry["softmax_heads"] for entry in entries_of(config.linear_attention)):
         problems.append("`softmax_heads` is not possible, because a layer is linear or softmax; take `--to falcon_h1`")
-    if len(mamba.linear_layers(config)) == config.num_hidden_layers:
+    if len(decoders.linear_layers(config)) == config.num_hidden_layers:
         problems.append(
             "no softmax layer is left, and transformers generates nothing with such a model; take `--to falcon_h1`, or "
             "convert with `--softmax_layers`"
@@ -72,7 +72,7 @@ def _config(model: PreTrainedModel, linear: dict[int, Any]) -> GraniteMoeHybridC
     while expand * width % heads or not mamba.Sizes(heads, expand * width // heads, features).hold(attention.head_dim):
         expand += 1
     fields: dict[str, Any] = {
-        **mamba.same_fields(config),
+        **decoders.same_fields(config),
         **mamba.Sizes(heads, expand * width // heads, features).fields(),
         **{name: getattr(config, name) for name in FACTORS if hasattr(config, name)},
         "num_attention_heads": heads,

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_linear_attention.configuration_linear_attention import entries_of
-from hf_linear_attention.conversion.export.qwen3_5 import linear_layers
-from hf_linear_attention.layer_ranges import ranges_of
+from hf_linear_attention.conversion.export import decoders
 
 
 # Exponents of 2. In float32 silu(x) is x or 0 if |x| is above 2^7, and x / 2 if it is below 2^-24.
@@ -39,12 +38,6 @@ LARGEST = 60
 MOST_TOKENS = 2.0**20  # that have the largest features, and no decay makes them count less
 DT_BIAS = math.log(math.e - 1)  # its softplus is 1
 NO_DECAY = -80.0  # the logarithm of a rate that changes nothing in float32, however many tokens there are
-# The settings that mean the same in every decoder like Llama.
-SAME = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act", "max_position_embeddings",
-    "initializer_range", "rms_norm_eps", "tie_word_embeddings", "attention_dropout", "pad_token_id", "bos_token_id",
-    "eos_token_id", "rope_parameters", "use_cache",
-)  # fmt: skip
 # What the settings of the mechanism must be.
 NEEDED = {
     "mechanism": ("linear",),
@@ -107,10 +100,8 @@ def obstacles(config: Any, sources: Collection[str]) -> list[str]:
         config: that of the converted model.
         sources: the stock model types whose other layers the decoder has.
     """
-    source = config.stock_model_type
-    if source not in sources:
-        allowed = ", ".join(f"`{name}`" for name in sources)
-        return [f"a `{source}` model has other layers; only those of {allowed} can be rewritten"]
+    if config.stock_model_type not in sources:
+        return decoders.obstacles(config, sources, ())
     problems = {
         f"`{name}` = `{entry[name]}` is not possible; convert with `--attention linear --feature_map t2r --rope none`"
         + (" and `--decay none` or `learned`" if name == "decay" else "")
@@ -118,28 +109,12 @@ def obstacles(config: Any, sources: Collection[str]) -> list[str]:
         for name, values in NEEDED.items()
         if name in entry and entry[name] not in values
     }
-    if config.hidden_act != "silu":
-        problems.add(
-            f"`hidden_act` = `{config.hidden_act}` is not possible: the blocks have the same, which must be `silu`"
-        )
-    if not (linear := linear_layers(config)):
+    if not decoders.linear_layers(config):
         problems.add("no layer is converted; leave out `--layers none`")
     if config.dtype == torch.float16:
         problems.add("float16 is too narrow for the features; convert with `--dtype bfloat16` or `float32`")
-    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    kept = [layer for layer in range(config.num_hidden_layers) if layer not in linear]
-    windowed = [layer for layer in kept if (types[layer] == "sliding_attention" if types else window)]
-    if windowed and window < config.max_position_embeddings:
-        problems.add(
-            f"`sliding_window` = {window} in the softmax layers {ranges_of(windowed)} is not possible; convert them too"
-        )
+    problems.update(decoders.obstacles(config, sources, decoders.softmax_layers(config)))
     return sorted(problems)
-
-
-def same_fields(config: Any) -> dict[str, Any]:
-    """The settings of a converted model that its stock form shares."""
-    fields = config.to_dict()
-    return {name: fields[name] for name in SAME if name in fields}
 
 
 def linear_attentions(layers: Sequence[Any]) -> dict[int, Any]:

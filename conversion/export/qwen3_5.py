@@ -15,23 +15,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attention.configuration_linear_attention import entries_of
+from hf_linear_attention.conversion.export import decoders
 from hf_linear_attention.mechanisms.options import QWEN3_5
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
 # Decoders whose layers are those of Llama, with or without a norm of queries and keys, and with biases or without.
 SOURCES = ("llama", "mistral", "qwen2", "qwen3")
+ENGINES = (
+    "vLLM on a CPU computes it in bfloat16, with heads of 64 or 128; MLX and SGLang want softmax layers at equal "
+    "distances, and llama.cpp and ONNX Runtime GenAI no biases in them."
+)
 # A power of 2, so that no digit is lost: queries of 100 become 2e-8, whose square is 1e-9 of the epsilon.
 SMALL = 2.0**-32
-# The settings that mean the same in both.
-SAME = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "tie_word_embeddings",
-    "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id",
-)  # fmt: skip
 # What begins the names of the matrices of a layer that read its hidden states.
 READ_HIDDEN = ("in_proj", "q_proj.weight", "k_proj.weight", "v_proj.weight")
-INTERVAL = 4  # of the softmax layers in Qwen3.5, which some engines take for granted
 
 
 def obstacles(config: Any, kept: Collection[int] | None = None, dtype: torch.dtype | None = None) -> list[str]:
@@ -42,32 +40,22 @@ def obstacles(config: Any, kept: Collection[int] | None = None, dtype: torch.dty
         kept: the layers that may keep softmax in the end; by default those that the config does not convert.
         dtype: that of the weights to write; by default that in the config.
     """
-    source, problems = config.stock_model_type, []
-    if source not in SOURCES:
-        return [f"a `{source}` model has other layers than Qwen3.5; only {', '.join(SOURCES)} can be rewritten"]
+    kept = decoders.softmax_layers(config) if kept is None else kept
+    problems = decoders.obstacles(config, SOURCES, kept)
+    if config.stock_model_type not in SOURCES:
+        return problems
     settings = entries_of(config.linear_attention)
     if any((entry["mechanism"], entry.get("form")) != ("gated_delta", QWEN3_5) for entry in settings):
         problems.append(f"convert with `--attention gated_delta --form {QWEN3_5}` in all layers that are converted")
-    if config.hidden_act != "silu":
-        problems.append(f"`hidden_act` is `{config.hidden_act}`, and Qwen3.5 has one activation, which must be `silu`")
     if getattr(config, "mlp_bias", False):
         problems.append("`mlp_bias` is true, and Qwen3.5 has no biases there")
-    if has_output_bias(config) and linear_layers(config):
+    if has_output_bias(config) and decoders.linear_layers(config):
         problems.append("`attention_bias` is true, and the output projection of a linear layer of Qwen3.5 has no bias")
-    kept = sorted(set(range(config.num_hidden_layers)) - set(linear_layers(config)) if kept is None else kept)
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or []
-    windowed = [layer for layer in kept if (types[layer] == "sliding_attention" if types else window)]
-    if windowed and window < config.max_position_embeddings:
-        problems.append(
-            f"the softmax layers {windowed} attend to the last {window} tokens, and those of Qwen3.5 to all; convert "
-            "them too"
-        )
     if not kept:
         problems.append(
             "no softmax layer is left, and transformers cannot generate with such a model; give `--softmax_layers`"
         )
-    if kept and source != "qwen3" and (dtype or config.dtype) == torch.float16:
+    if kept and config.stock_model_type != "qwen3" and (dtype or config.dtype) == torch.float16:
         problems.append("float16 cannot hold softmax layers without a norm of queries; give `--dtype bfloat16`")
     return problems
 
@@ -82,48 +70,34 @@ def has_output_bias(config: Any) -> bool:
     return config.stock_model_type != "qwen2" and bool(getattr(config, "attention_bias", False))
 
 
-def linear_layers(config: Any) -> list[int]:
-    """The numbers of the converted layers."""
-    found: set[int] = set()
-    for entry in entries_of(config.linear_attention):
-        layers = entry["layers"]
-        if layers == "full_attention":
-            layers = [number for number, name in enumerate(config.layer_types) if name == layers]
-        found |= set(range(config.num_hidden_layers) if layers == "all" else () if layers == "none" else layers)
-    return sorted(found)
-
-
 def stock_config(config: Any) -> Any:
     """The config of the Qwen3.5 model for that of a converted model."""
     from transformers import Qwen3_5TextConfig
 
-    fields = config.to_dict()
-    same = {name: fields[name] for name in SAME if name in fields}
-    linear, layers, half = set(linear_layers(config)), config.num_hidden_layers, head_dim(config) // 2
-    types = ["linear_attention" if layer in linear else "full_attention" for layer in range(layers)]
-    is_periodic = all(
-        (name == "full_attention") == (layer % INTERVAL == INTERVAL - 1) for layer, name in enumerate(types)
-    )
-    heads, size, third = config.num_attention_heads, head_dim(config), half // 3
+    kept, layers = decoders.softmax_layers(config), config.num_hidden_layers
+    interval = min(kept) + 1  # some engines know only layers at equal distances, by this number
+    is_periodic = kept == list(range(interval - 1, layers, interval))
+    heads, size, third = config.num_attention_heads, head_dim(config), head_dim(config) // 6
     # Text has one position, so the sections for the three of images may be any.
     positions = {
         "partial_rotary_factor": 1.0,
-        "mrope_section": [half - 2 * third, third, third],
+        "mrope_section": [size // 2 - 2 * third, third, third],
         "mrope_interleaved": True,
     }
     return Qwen3_5TextConfig(
-        **same,
+        **{**decoders.same_fields(config), "rope_parameters": {**config.rope_parameters, **positions}},
+        num_attention_heads=heads,
+        num_key_value_heads=config.num_key_value_heads,
         head_dim=size,
-        layer_types=types,
-        attention_bias=len(linear) < layers and (config.stock_model_type == "qwen2" or has_output_bias(config)),
-        rope_parameters={**config.rope_parameters, **positions},
+        layer_types=["full_attention" if layer in kept else "linear_attention" for layer in range(layers)],
+        attention_bias=config.stock_model_type == "qwen2" or has_output_bias(config),
         linear_conv_kernel_dim=4,
         linear_num_key_heads=heads,
         linear_num_value_heads=heads,
         linear_key_head_dim=size,
         linear_value_head_dim=size,
         mamba_ssm_dtype="float32",  # vLLM's name for the dtype of the state
-        **({"full_attention_interval": INTERVAL} if is_periodic else {}),
+        **({"full_attention_interval": interval} if is_periodic else {}),
     )
 
 

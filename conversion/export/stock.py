@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,14 +42,14 @@ def write(request: ExportRequest) -> str:
         ConversionError: if the result computes something else.
     """
     with reading(f"{request.folder} (config.json and weights)"):
-        refuse(request.target, AutoConfig.from_pretrained(request.folder))
+        refuse("--to", request.target, AutoConfig.from_pretrained(request.folder))
     with staging(request.output_dir, replaces=request.overwrite) as folder:
         for name in BESIDE:
             if (request.folder / name).is_file():
                 shutil.copyfile(request.folder / name, folder / name)
         found = write_stock(request.target, request.folder, folder)
         with not_essential("the model card"):
-            write_card(request, folder, found["architecture"])
+            write_card(request, folder, found)
     return (
         f"{request.output_dir} is a {found['architecture']}, which needs no code of this package. Its logits, of "
         f"{TOKENS} tokens at once and of a greedy text of {NEW_TOKENS}, differ by at most {found['difference']:.1e} of "
@@ -56,14 +57,13 @@ def write(request: ExportRequest) -> str:
     )
 
 
-def write_card(request: ExportRequest, folder: Path, architecture: str) -> None:
+def write_card(request: ExportRequest, folder: Path, found: Mapping[str, Any]) -> None:
     """Write the README.md of the stock checkpoint in `folder`, with what is known of the converted model."""
     facts = {
         "base_model": request.folder.name,
         "settings": AutoConfig.from_pretrained(request.folder).linear_attention,
         **training_facts(training_history(str(request.folder))),
-        "stock": architecture,
-        "stock_needs": getattr(host_of(request.target), "NEEDS", ""),
+        "stock": found,
     }
     write_model_card(folder, facts, name=request.output_dir.name)
 
@@ -90,7 +90,8 @@ def write_stock(target: str, source: Path, folder: Path) -> dict[str, Any]:
     """Write the weights and the config of the stock model that computes what the converted model in `source` does.
 
     Returns:
-        `architecture`, and `difference`, the largest of two logits as a share of their standard deviation.
+        `architecture`; `difference`, the largest of two logits as a share of their standard deviation; and `engines`, a
+        sentence about what loads it.
 
     Raises:
         ConversionError: if the result computes something else.
@@ -102,7 +103,7 @@ def write_stock(target: str, source: Path, folder: Path) -> dict[str, Any]:
     with saving(folder):
         stock.save_pretrained(folder)
     share_permissions(folder)
-    return {"architecture": type(stock).__name__, "difference": difference}
+    return {"architecture": type(stock).__name__, "difference": difference, "engines": host_of(target).ENGINES}
 
 
 def host_of(target: str) -> ModuleType:
@@ -110,10 +111,11 @@ def host_of(target: str) -> ModuleType:
     return importlib.import_module(f"{PACKAGE}.{target}")
 
 
-def refuse(target: str, config: object, **later: Any) -> None:
+def refuse(option: str, target: str, config: object, **later: Any) -> None:
     """Refuse a converted model that the architecture cannot hold.
 
     Args:
+        option: what asks for the architecture.
         target: the architecture.
         config: of the model.
         **later: what will still change, see `obstacles` of the architecture.
@@ -122,9 +124,9 @@ def refuse(target: str, config: object, **later: Any) -> None:
         UsageError: with every reason.
     """
     if not hasattr(config, "linear_attention"):
-        raise UsageError(f"`--to {target}` takes a converted model, and this one is none; convert it first")
+        raise UsageError(f"`{option} {target}` takes a converted model, and this one is none; convert it first")
     if problems := host_of(target).obstacles(config, **later):
-        raise UsageError(*(f"`--to {target}`: {problem}" for problem in problems))
+        raise UsageError(*(f"`{option} {target}`: {problem}" for problem in problems))
 
 
 def stock_model(target: str, model: PreTrainedModel, dtype: torch.dtype) -> tuple[PreTrainedModel, float]:

@@ -74,9 +74,9 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         facts: `base_model` (str), and where known `settings` (of linear attention), `conversion` (figures), `training`
         (recipe), `is_in_python` (whether only the report of a conversion in Python is known, and not what followed it),
         `earlier_training` (recipes of the earlier runs, oldest first), `metrics`, `comparisons` (tables of
-        texts: `header`, `rows` and `notes`) and `dataset` (str); for a converted model that was exported, `stock` (the
-        class of transformers) and `stock_needs` (what there is to know of it). Every figure in the card comes from
-        here, or from conversion_report.json if there is no `conversion`.
+        texts: `header`, `rows` and `notes`) and `dataset` (str); for a converted model that was exported, `stock` (its
+        `architecture` in transformers, and `engines`, what loads it). Every figure in the card comes from here, or
+        from conversion_report.json if there is no `conversion`.
         name: the title; by default the folder's name.
 
     Raises:
@@ -99,9 +99,8 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         source=_source(base_model),
         auto_class=auto_class,
         needs_code=bool(config.get("auto_map")),
-        stock=facts.get("stock") or (report.get("stock") or {}).get("architecture"),
+        stock=facts.get("stock") or report.get("stock"),
         is_exported="stock" in facts,
-        stock_needs=facts.get("stock_needs") or "",
         preprocessor=_preprocessor(folder, config),
         is_sentence_model=is_sentence_model,
         other_weights=_other_weights(facts, conversion),

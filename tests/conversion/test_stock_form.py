@@ -100,6 +100,17 @@ def test_the_command_writes_a_checkpoint_that_needs_no_code(qwen3, tmp_path):
     assert done.stdout.strip() == str(text.tolist()), done.stderr
 
 
+def test_what_exists_is_replaced_only_if_that_is_asked_for(qwen3, tmp_path):
+    convert(str(qwen3), **FORM, layers=[0, 2]).save_pretrained(tmp_path / "student")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    words = ("export", tmp_path / "student", "--to=qwen3_5", f"--output_dir={tmp_path / 'out'}")
+    code, _, err = run(*words, command=commands.main)
+    assert (code, "`--overwrite`" in err) == (2, True)
+    assert run(*words, "--overwrite", command=commands.main)[0] == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3_5_text"
+
+
 def test_a_saved_student_is_exported(qwen3, tmp_path):
     convert(str(qwen3), **FORM, layers=[0, 2]).save_pretrained(tmp_path / "student")
     words = ("export", tmp_path / "student", "--to=qwen3_5", f"--output_dir={tmp_path / 'out'}")
@@ -132,11 +143,11 @@ def test_a_preset_heals_it_from_python(qwen3, tmp_path):
 @pytest.mark.parametrize(
     ("family", "changes", "options", "reason"),
     [
-        ("gpt2", {}, (), "a `gpt2` model has other layers than Qwen3.5"),
+        ("gpt2", {}, (), "`--form qwen3_5`: a `gpt2` model has other layers"),
         ("llama", {"mlp_bias": True}, (), "`mlp_bias` is true"),
         ("llama", {"attention_bias": True}, (), "the output projection of a linear layer of Qwen3.5 has no bias"),
-        ("llama", {"hidden_act": "gelu"}, (), "one activation, which must be `silu`"),
-        ("mistral", {"sliding_window": 4}, ("--drop=sliding_window",), "attend to the last 4 tokens"),
+        ("llama", {"hidden_act": "gelu"}, (), "linear layers have the same, which must be `silu`"),
+        ("mistral", {"sliding_window": 4}, ("--drop=sliding_window",), "`sliding_window` = 4 in the softmax layers 3"),
         ("qwen3", {}, ("--layers=all", "--softmax_layers=every:9"), "K must be from 2 to 4"),
         ("qwen3", {"num_hidden_layers": 3}, (), "K must be from 2 to 3"),
         ("qwen3", {}, ("--conv_size=3",), "`conv_size` = `3` has no effect with `form` = `qwen3_5`"),
