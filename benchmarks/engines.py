@@ -154,8 +154,8 @@ def row(name: str, python: str, folder: str, dtype: str, converter: str, prompts
         words, input=json.dumps(prompts), env=os.environ | ENVIRONMENT, capture_output=True, text=True
     )
     if done.returncode:
-        errors = re.findall("^.*(?:Error|error load|ASSERT).*$", done.stderr, re.MULTILINE) or [done.stderr]
-        return [name, None, dtype, errors[-1].strip()[-160:]]
+        errors = re.findall("^(?!.*CalledProcess).*(?:Error|error load|ASSERT).*$", done.stderr, re.MULTILINE)
+        return [name, None, dtype, (errors or [done.stderr])[-1].strip()[:160]]
     found, tokens = json.loads(done.stdout.splitlines()[-1])
     equal = [sum(itertools.takewhile(bool, map(int.__eq__, *both))) for both in zip(expected, tokens)]
     return [name, found, dtype, f"{', '.join(map(str, equal))} of {TOKENS}"]
