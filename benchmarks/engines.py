@@ -29,14 +29,10 @@ from typing import Any
 TOKENS = 40
 TEXTS = ["Once upon a time", "The little dog saw a big red ball and", "Lily"]
 Ids = list[list[int]]
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "",  # vLLM's own model, not the plugin of this package
-}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ENVIRONMENT |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+ENVIRONMENT["VLLM_PLUGINS"] = ""  # vLLM's own model, not the plugin of this package
+KINDS = {"float32": ("f32", "fp32"), "bfloat16": ("bf16", "bf16")}
 # llama.cpp's converter refuses a tokenizer whose hash it does not know; ids need none.
 WITHOUT_WORDS = """
 import runpy, sys
@@ -78,11 +74,10 @@ def llama_cpp(job: Any) -> Ids:
     """A GGUF file by llama.cpp's converter, read by llama-cpp-python."""
     from llama_cpp import Llama
 
-    kind = {"float32": "f32", "bfloat16": "bf16"}[job.dtype]
     words = [sys.executable, "-c", WITHOUT_WORDS, job.converter, job.folder, "--outfile", f"{job.scratch}/model.gguf"]
     # Without --no-mtp it asserts that a Qwen3.5 predicts several tokens at once.
     mtp = ["--no-mtp"] if "Qwen3_5" in Path(job.folder, "config.json").read_text(encoding="utf-8") else []
-    subprocess.run([*words, "--outtype", kind, *mtp], check=True)
+    subprocess.run([*words, "--outtype", KINDS[job.dtype][0], *mtp], check=True)
     engine, found = Llama(f"{job.scratch}/model.gguf", n_ctx=max(map(len, job.prompts)) + TOKENS, n_threads=1), []
     for ids in job.prompts:
         engine.reset()
@@ -105,8 +100,7 @@ def openvino(job: Any) -> Ids:
     """Exported and run by optimum-intel."""
     from optimum.intel import OVModelForCausalLM
 
-    kind = {"float32": "f32", "bfloat16": "bf16"}[job.dtype]
-    options = {"INFERENCE_PRECISION_HINT": kind, "INFERENCE_NUM_THREADS": 1}
+    options = {"INFERENCE_PRECISION_HINT": KINDS[job.dtype][0], "INFERENCE_NUM_THREADS": 1}
     return generated(OVModelForCausalLM.from_pretrained(job.folder, export=True, ov_config=options), job.prompts)
 
 
@@ -114,8 +108,7 @@ def onnxruntime_genai(job: Any) -> Ids:
     """A graph by the library's own builder."""
     import onnxruntime_genai as library
 
-    kind = {"float32": "fp32", "bfloat16": "bf16"}[job.dtype]
-    words = ["-i", job.folder, "-o", job.scratch, "-c", job.scratch, "-p", kind, "-e", "cpu"]
+    words = ["-i", job.folder, "-o", job.scratch, "-c", job.scratch, "-p", KINDS[job.dtype][1], "-e", "cpu"]
     subprocess.run([sys.executable, "-m", "onnxruntime_genai.models.builder", *words], check=True)
     model, found = library.Model(job.scratch), []
     for ids in job.prompts:
@@ -135,24 +128,17 @@ ENGINES = {run.__name__: run for run in (transformers, vllm, llama_cpp, mlx_lm, 
 
 def work(name: str, folder: str, dtype: str, converter: str) -> None:
     """In an engine's environment: prompts from standard input, version and continuations as the last line."""
-    with tempfile.TemporaryDirectory() as scratch:
-        job = {
-            "folder": folder,
-            "dtype": dtype,
-            "converter": converter,
-            "scratch": scratch,
-            "prompts": json.load(sys.stdin),
-        }
-        found = ENGINES[name](SimpleNamespace(**job))
+    job = SimpleNamespace(folder=folder, dtype=dtype, converter=converter, prompts=json.load(sys.stdin))
+    with tempfile.TemporaryDirectory() as job.scratch:
+        found = ENGINES[name](job)
     print("\n" + json.dumps([importlib.import_module(name).__version__, found]))
 
 
 def row(name: str, python: str, folder: str, dtype: str, converter: str, prompts: Ids, expected: Ids) -> list[Any]:
     """An engine's row of a folder's table."""
     words = [python, "-P", __file__, name, folder, dtype, converter]  # -P: files of this folder hide no library
-    done = subprocess.run(
-        words, input=json.dumps(prompts), env=os.environ | ENVIRONMENT, capture_output=True, text=True
-    )
+    options = {"input": json.dumps(prompts), "env": os.environ | ENVIRONMENT, "capture_output": True, "text": True}
+    done = subprocess.run(words, **options)
     if done.returncode:
         errors = re.findall("^(?!.*CalledProcess).*(?:Error|error load|ASSERT).*$", done.stderr, re.MULTILINE)
         return [name, None, dtype, (errors or [done.stderr])[-1].strip()[:160]]
@@ -169,6 +155,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     given = {"folders": [""], "pythons": [f"transformers={sys.executable}"], "dtypes": [""], "prompts": TEXTS}
     arguments = parse(__doc__, argv, {"prompts": TEXTS[:1]}, converter="", **given)
+    if not all(arguments.folders):
+        raise SystemExit("--folders: name the folders of stock models")
     dtypes, tables = dict(word.split("=", 1) for word in arguments.dtypes if word), []
     for folder in arguments.folders:
         prompts = AutoTokenizer.from_pretrained(folder)(arguments.prompts)["input_ids"]
