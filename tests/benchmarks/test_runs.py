@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pydoc_data.topics import topics
 
 import pytest
 import torch
 from checkpoints import save_twin
+from transformers import AutoModelForCausalLM
 
 
 def run(name: str, folder, *words: object) -> dict:
@@ -154,3 +156,24 @@ def test_the_gpu_benchmark_refuses_without_one_and_runs_through_with_one(monkeyp
     result = run("speed_gpu", tmp_path)
     assert [row[1] for row in result["tables"][0]["rows"][:3]] == [script.OURS, script.PLAIN_TORCH, script.SDPA]
     assert rows(result, 2)["64"][0] == pytest.approx(1000)
+
+
+@pytest.mark.benchmarks
+def test_engines(tmp_path):
+    save_twin(tmp_path / "model", "llama")
+    pythons = [f"{name}={sys.executable}" for name in ("transformers", "mlx_lm")]
+    result = run("engines", tmp_path, "--folders", tmp_path / "model", "--pythons", *pythons)
+    found = rows(result)
+    assert found["transformers"] == [result["environment"]["transformers"], "float32", "40 of 40"]
+    assert found["mlx_lm"] == [None, "float32", "ModuleNotFoundError: No module named 'mlx'"]
+
+
+@pytest.mark.benchmarks
+def test_engines_name_the_first_token_that_differs(tmp_path):
+    engines = importlib.import_module("benchmarks.engines")
+    save_twin(tmp_path, "llama")
+    model, prompts = AutoModelForCausalLM.from_pretrained(tmp_path), [[5, 6, 7], [8]]
+    expected = engines.generated(model, prompts)
+    expected[1][3] += 1
+    row = engines.row("transformers", sys.executable, str(tmp_path), "float32", "", prompts, expected)
+    assert row[3] == "40, 3 of 40"

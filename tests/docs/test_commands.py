@@ -95,6 +95,7 @@ ELSEWHERE = {
     "hf-linear-attention serve OUT --engine": Elsewhere(suite="test-vllm", file="tests/vllm_plugin/test_server.py"),
     "hf-linear-attention serve OUT": Elsewhere(suite="test-clients", file="tests/clients/test_serve_over_http.py"),
     "curl http://localhost:8000": Elsewhere(suite="test-clients", file="tests/clients/test_serve_over_http.py"),
+    "python convert_hf_to_gguf.py": Elsewhere(needs="llama.cpp"),
     "lm_eval --model hf": Elsewhere(suite="test-clients", file="tests/clients/test_lm_eval.py"),
     "ffmpeg -i talk.mp3": Elsewhere(needs="another program, and a recording"),
 }  # fmt: skip
