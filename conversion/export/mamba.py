@@ -45,6 +45,7 @@ SAME = (
     "initializer_range", "rms_norm_eps", "tie_word_embeddings", "attention_dropout", "pad_token_id", "bos_token_id",
     "eos_token_id", "rope_parameters", "use_cache",
 )  # fmt: skip
+UNIT = 16  # of sizes; vLLM's convolution in bfloat16 on a CPU takes multiples of 32 channels
 # What the settings of the mechanism must be.
 NEEDED = {
     "mechanism": ("linear",),
@@ -69,8 +70,9 @@ class Sizes:
         return max(1, self.channels // 16)
 
     def hold(self, size: int) -> bool:
-        """Whether the channels suffice for a value of this size and its denominator."""
-        return self.channels >= size + self.denominators
+        """Whether there are channels for a value of this size and its denominator, in a number that kernels take."""
+        convolved = self.heads * (self.channels + 2 * self.features)
+        return self.channels >= size + self.denominators and convolved % (2 * UNIT) == 0
 
     def fields(self) -> dict[str, Any]:
         """The settings that Mamba-2 blocks have in common."""
@@ -148,8 +150,9 @@ def linear_attentions(layers: Sequence[Any]) -> dict[int, Any]:
 
 
 def number_of_features(modules: Mapping[int, Any]) -> int:
-    """The features of the layer that has most; the others get some that are 0."""
-    return max(module.linear_attention.feature_map.num_features for module in modules.values())
+    """The features of the layer that has most, in multiples of `UNIT`; those that are too many are 0."""
+    most = max(module.linear_attention.feature_map.num_features for module in modules.values())
+    return -(-most // UNIT) * UNIT
 
 
 class Block:
