@@ -33,9 +33,9 @@ def rewritten(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         getattr(linear[i].linear_attention, "softmax_heads", ()) if i in linear else heads for i in range(len(layers))
     ]
     others = [[head for head in heads if head not in kept] for kept in softmax]
-    sizes = mamba.Sizes(max(map(len, others)) or 1, 16, mamba.number_of_features(linear))
+    sizes = mamba.Sizes(max(map(len, others)) or 1, mamba.UNIT, mamba.number_of_features(linear))
     while not sizes.hold(layers[0].self_attn.head_dim):
-        sizes = replace(sizes, channels=sizes.channels + 16)
+        sizes = replace(sizes, channels=sizes.channels + mamba.UNIT)
     with no_init_weights():
         stock = FalconH1ForCausalLM(_config(model, sizes, max(map(len, softmax)) or 1)).float()
     mamba.copy_(stock.model.embed_tokens, model.model.embed_tokens)

@@ -28,6 +28,8 @@ FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier")
 def obstacles(config: Any) -> list[str]:
     """Why the architecture cannot hold this converted model, each with what to do."""
     problems = mamba.obstacles(config, SOURCES)
+    if config.stock_model_type not in SOURCES:
+        return problems
     if any(entry["softmax_heads"] for entry in entries_of(config.linear_attention)):
         problems.append("`softmax_heads` is not possible, because a layer is linear or softmax; take `--to falcon_h1`")
     if len(decoders.linear_layers(config)) == config.num_hidden_layers:

@@ -38,6 +38,7 @@ LARGEST = 60
 MOST_TOKENS = 2.0**20  # that have the largest features, and no decay makes them count less
 DT_BIAS = math.log(math.e - 1)  # its softplus is 1
 NO_DECAY = -80.0  # the logarithm of a rate that changes nothing in float32, however many tokens there are
+UNIT = 16  # of sizes; vLLM's convolution in bfloat16 on a CPU takes multiples of 32 channels
 # What the settings of the mechanism must be.
 NEEDED = {
     "mechanism": ("linear",),
@@ -62,8 +63,9 @@ class Sizes:
         return max(1, self.channels // 16)
 
     def hold(self, size: int) -> bool:
-        """Whether the channels suffice for a value of this size and its denominator."""
-        return self.channels >= size + self.denominators
+        """Whether there are channels for a value of this size and its denominator, in a number that kernels take."""
+        convolved = self.heads * (self.channels + 2 * self.features)
+        return self.channels >= size + self.denominators and convolved % (2 * UNIT) == 0
 
     def fields(self) -> dict[str, Any]:
         """The settings that Mamba-2 blocks have in common."""
@@ -123,8 +125,9 @@ def linear_attentions(layers: Sequence[Any]) -> dict[int, Any]:
 
 
 def number_of_features(modules: Mapping[int, Any]) -> int:
-    """The features of the layer that has most; the others get some that are 0."""
-    return max(module.linear_attention.feature_map.num_features for module in modules.values())
+    """The features of the layer that has most, in multiples of `UNIT`; those that are too many are 0."""
+    most = max(module.linear_attention.feature_map.num_features for module in modules.values())
+    return -(-most // UNIT) * UNIT
 
 
 class Block:
