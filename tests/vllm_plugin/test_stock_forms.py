@@ -13,8 +13,7 @@ from conftest import LLAMA, WIDE, expected, prompts, save_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.conversion.export.command import ExportRequest
-from hf_linear_attention.conversion.export.stock import write
+from hf_linear_attention.conversion.export.stock import host_of
 
 
 T2R = {"mechanism": "linear", "feature_map": "t2r", "rope": "none", "decay": "learned"}
@@ -43,9 +42,9 @@ def test_vllm_writes_what_transformers_writes(target, tmp_path):
     torch.manual_seed(0)
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config, **ends))
-    convert(model, **settings).save_pretrained(tmp_path / "student")
-    save_tokenizer(tmp_path / "student")
-    write(ExportRequest(tmp_path / "student", target, tmp_path / "stock"))
+    # Not by `export`: its check has a batch of two, whose steps transformers 5.19 gets wrong in Falcon-H1.
+    host_of(target).rewritten(convert(model, **settings).eval(), torch.float32).save_pretrained(tmp_path / "stock")
+    save_tokenizer(tmp_path / "stock")
     texts = prompts(6)
     done = subprocess.run(
         [sys.executable, "-c", ALONE, str(tmp_path / "stock")],
