@@ -111,7 +111,6 @@ def plain_window(
     size = torch.sym_min(length, width) if is_free(length) else max(1, min(length, width))
     place, row = (torch.arange(n, dtype=torch.long, device=query.device) for n in (width + size - 1, size))
     offset = place - row[:, None]  # places that each key of a block lies after the first key of each query
-
     given = (query,) if sink_query is None else (query, sink_query)
     queries = [_query_blocks((x.to(dtype) * scaling).unflatten(1, (kv_heads, -1)), 3, size) for x in given]
     query, to_sinks = queries[0], queries[-1]
