@@ -173,7 +173,7 @@ ROWS = (
     *("gated_delta", "gated_delta-features", "gated_delta-channel", "gated_delta-no-erasing", "gated_delta-conv"),
     *("hybrid", "hybrid-delta"),
 )
-# Tokens of the parts of a text; the first row of two has two tokens of padding.
+# Tokens of the parts of a text.
 PARTS = (5, 1, 1, 67, 1)
 LOG_FEATURES = ("exp", "hedgehog", "gated", "input-gate", "linear-decay", "performer", "hybrid")
 
@@ -191,7 +191,8 @@ def inputs_of(attention, batch, std, dtype=torch.float32):
     """Tensors by name, of all tokens."""
     query, key, value = qkv(sum(PARTS), batch=batch, std=std)
     mask = torch.ones(batch, sum(PARTS), dtype=torch.bool)
-    mask[0, : 2 * (batch > 1)] = False
+    if batch > 1:  # padding at the start, and where there is a state
+        mask[0, :2] = mask[0, 20:30] = False
     hidden = hidden_states_of(key)
     gates = attention.mechanism.gates(hidden) if attention.mechanism.needs_gates else hidden[..., :0]
     positions = (mask.cumsum(1) - 1).clamp(min=0).int()
