@@ -229,13 +229,13 @@ def _read_square_mask(
     if not is_causal:
         # A padded query may see no key, so a key counts as real if any query sees it.
         valid = square.any(dim=1)
+    if is_tracing():
+        return valid, None
     # `previous` is the newest real token before each one; a sequence starts where a real token does not see it.
     previous = torch.where(valid, position, -1).cummax(dim=1).values.roll(1, dims=1)
     previous[:, 0] = -1
     together = square.gather(2, previous.clamp(min=0).unsqueeze(2)).squeeze(2) | (previous < 0) | ~valid
     segments = ((~together).long().cumsum(dim=1) + 1) * valid
-    if is_tracing():
-        return valid, None
     _check_square_mask(square, segments, is_causal)
     return (None if valid.all() else valid), (segments if (segments > 1).any() else None)
 

@@ -17,7 +17,8 @@ from ..torch_kernels.attention import (
     map_attention,
     state_after,
 )
-from ..torch_kernels.blocks import EXP, KernelMap, is_eager, read_state, with_dtype
+from ..torch_kernels.blocks import EXP, KernelMap, is_eager, is_free, read_state, with_dtype
+from ..torch_kernels.implementations import implemented
 from .base import AttentionMechanism, LayerShape, MechanismInputs, OutputParts, State, mask_chunks
 from .options import LinearOptions
 from .token_gates import TOKENS_PER_PART, faded, gates_of, with_key_exponents  # of gates
@@ -88,11 +89,14 @@ class LinearAttention(LinearOptions, AttentionMechanism):
             if kernel_map is not None:
                 output, old = self._with_map(kernel_map, inputs, old)
                 return output, (old,)
+        if not self._takes_chunks(query, attention_mask) or self.feature_map.depends_on_all_keys:
+            output, old = self._kernel(inputs, old)
+            return with_dtype(output, query.dtype), (old,)
         elementwise_map = self.feature_map.elementwise_map() if self.decay is None else None
-        if elementwise_map is not None and is_causal and self._takes_chunks(query, attention_mask):
+        if elementwise_map is not None and is_causal:
             output, old = elementwise_attention(elementwise_map, query, key, value, attention_mask, old)
             return with_dtype(output.transpose(1, 2), query.dtype), (old,)
-        size = self._tokens_at_a_time(query, key, attention_mask)
+        size = self._tokens_at_a_time(query)
         outputs = OutputParts(query)
         if is_causal or key.shape[2] <= size:
             chunks = zip(key.split(size, dim=2), value.split(size, dim=2), mask_chunks(attention_mask, size, key))
@@ -122,8 +126,12 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         weight, log_decay = self.gate.split(inputs.gates, mask)
         if log_decay is None:
             return self._weighed(inputs, weight, state)
-        outputs = OutputParts(query)
-        for tokens in (slice(i, i + TOKENS_PER_PART) for i in range(0, max(1, key.shape[2]), TOKENS_PER_PART)):
+        if (found := implemented("gated_attention", self, inputs, weight, log_decay, state)) is not None:
+            return found
+        outputs, parts = OutputParts(query), [slice(None)]
+        if not is_free(key.shape[2]):
+            parts = [slice(i, i + TOKENS_PER_PART) for i in range(0, max(1, key.shape[2]), TOKENS_PER_PART)]
+        for tokens in parts:
             exponents = -log_decay[:, :, tokens].cumsum(dim=2)
             exponents = exponents if weight is None else weight[:, :, tokens] + exponents
             q, k, v = (x[:, :, tokens] for x in (query, key, value))
@@ -187,9 +195,7 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         is_packed = mask is not None and mask.dtype != torch.bool
         return query.device.type == "cpu" and not is_packed and is_eager(query)
 
-    def _tokens_at_a_time(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> int:
+    def _tokens_at_a_time(self, query: torch.Tensor) -> int:
         """On a CPU, allocating features for all tokens at once would cost more than summing them."""
-        if not self._takes_chunks(query, mask) or self.feature_map.depends_on_all_keys:
-            return max(1, query.shape[2], key.shape[2])
         tokens = FEATURES_IN_CACHE // max(1, query.shape[0] * query.shape[1] * self.feature_map.num_features)
         return max(64, tokens // 64 * 64)

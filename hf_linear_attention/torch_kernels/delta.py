@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import accumulation_dtype, with_dtype
+from .blocks import accumulation_dtype, is_free, with_dtype
 from .implementations import implemented
 
 
@@ -136,32 +136,23 @@ def plain_delta(
 
     Returns:
         The output `[B, H, N, D]` and the state, both in the accumulation dtype.
-
-    Raises:
-        NotImplementedError: in an exported graph whose length is free.
     """
     dtype = accumulation_dtype(value)
     query, key, value, log_decay, beta = (with_dtype(x, dtype) for x in (query, key, value, log_decay, beta))
     (batch, kv_heads, length, features), width = key.shape, value.shape[3]
     if state is None:
         state = value.new_zeros(batch, kv_heads, features, width)
-    if isinstance(length, torch.SymInt):
-        raise NotImplementedError(
-            "The gated delta rule cannot be exported with a free length; give a fixed length (one graph per length), "
-            "or export a single decoding step, or use `linear` or `hybrid` with `far` = `linear`."
-        )
-    if not length:
+    if not is_free(length) and not length:
         return query[..., :1] * value.new_zeros(width), state.clone()
-    log_decay = log_decay if log_decay.ndim == 4 else log_decay.unsqueeze(3)
-    if length == 1:
-        return _step(query, key, value, log_decay, beta.unsqueeze(3), state, erases)
-    size = 1
-    while size < min(length, DELTA_BLOCK_SIZE):
-        size *= 2
-    tensors = query.unflatten(1, (kv_heads, -1)), key, value, log_decay, beta.unsqueeze(3)
-    padded = (F.pad(x, (0, 0, 0, -length % size)) for x in tensors)  # a token of zeros changes nothing
+    log_decay, beta = log_decay if log_decay.ndim == 4 else log_decay.unsqueeze(3), beta.unsqueeze(3)
+    if not is_free(length) and length == 1:
+        return _step(query, key, value, log_decay, beta, state, erases)
+    size = DELTA_BLOCK_SIZE if is_free(length) else 1 << (min(length, DELTA_BLOCK_SIZE) - 1).bit_length()
+    missing = (length // size + 2) * size - length if is_free(length) else -length % size  # as in causal.py
+    tensors = query.unflatten(1, (kv_heads, -1)), key, value, log_decay, beta
+    padded = [F.pad(x, (0, 0, 0, missing)) for x in tensors]  # a token of zeros changes nothing
     outputs = []
-    for piece in zip(*(x.split(LONGEST_PIECE, dim=-2) for x in padded)):
+    for piece in [padded] if is_free(length) else zip(*(x.split(LONGEST_PIECE, dim=-2) for x in padded)):
         q, k, v, g, b = (x.unflatten(-2, (-1, size)) for x in piece)
         output, state = _piece(q, k, v, g, b, state, erases)
         outputs.append(output)
@@ -195,19 +186,30 @@ def _piece(
     value = beta * value
     if erases:  # the rows of the keys come first, and beta is part of them
         rows = torch.cat((beta * rows[..., :size, :], rows[..., size:, :]), dim=3)
-    pairs = pairs.flatten(3, 4)
     total = from_start[..., -1, :].exp().unsqueeze(4)  # [B, Hkv, c, 1 or F, 1]
-    outputs = []
-    # `.unbind` and not indices: autograd through indices of one tensor costs O(N^2).
-    blocks = (x.unbind(dim=2) for x in (rows, key.transpose(3, 4), value, inverse, pairs, total))
-    for row, key_t, new, solved, pair, fade in zip(*blocks):
+
+    def step(state: Tensor, block: Any) -> tuple[Tensor, Tensor]:
+        row, key_t, new, solved, pair, fade = block
         read = row @ state
         if erases:
             new = solved @ (new - read[:, :, :size])
             read = read[:, :, size:]
-        outputs.append(read + pair @ new)
-        state = fade * state + key_t @ new
-    output = torch.stack(outputs, dim=3).unflatten(2, (groups, size))  # [B, Hkv, G, C, c, D]
+        return fade * state + key_t @ new, read + pair @ new
+
+    blocks = (rows, key.transpose(3, 4), value, inverse, pairs.flatten(3, 4), total)
+    if is_free(rows.shape[2]):
+        from torch._higher_order_ops.scan import scan  # as in causal.py
+
+        state, output = scan(step, state, [x.movedim(2, 0) for x in blocks])
+        output = output.movedim(0, 3)
+    else:
+        outputs = []
+        # `.unbind` and not indices: autograd through indices of one tensor costs O(N^2).
+        for block in zip(*(x.unbind(dim=2) for x in blocks)):
+            state, output = step(state, block)
+            outputs.append(output)
+        output = torch.stack(outputs, dim=3)
+    output = output.unflatten(2, (groups, size))  # [B, Hkv, G, C, c, D]
     return output.transpose(3, 4).flatten(3, 4), state
 
 

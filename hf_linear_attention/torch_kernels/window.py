@@ -108,15 +108,15 @@ def plain_window(
     if not query.shape[0] * length:
         return _empty_window(query.to(dtype), kv_heads, value.shape[3])
     key, value = (x.masked_fill(~visible[:, None, :, None], 0.0) for x in (key, value))
-    size = width if is_free(length) else max(1, min(length, width))
+    size = torch.sym_min(length, width) if is_free(length) else max(1, min(length, width))
     place, row = (torch.arange(n, dtype=torch.long, device=query.device) for n in (width + size - 1, size))
     offset = place - row[:, None]  # places that each key of a block lies after the first key of each query
-
     given = (query,) if sink_query is None else (query, sink_query)
     queries = [_query_blocks((x.to(dtype) * scaling).unflatten(1, (kv_heads, -1)), 3, size) for x in given]
     query, to_sinks = queries[0], queries[-1]
-    key, value, visible = _windows(key, value, visible, width, size, incomplete(length, size), dtype)
-    visible = visible[:, :, None] & (offset >= 0) & (offset < width)
+    span, missing = width + size - 1, incomplete(length, size)
+    key, value = (_spans(x.to(dtype), 2, span, size, missing) for x in (key, value))
+    visible = _spans(visible, 1, span, size, missing)[:, :, None] & (offset >= 0) & (offset < width)
     if numbers is not None:
         visible = visible & _of_own_sequence(numbers, centre, length, width, size)
     visible = visible[:, None, None]
@@ -127,7 +127,8 @@ def plain_window(
     results = []
     count = _blocks_at_a_time(query, key)
     parts = ((query, 3), (to_sinks, 3), (key, 2), (value, 2), (visible, 3), (seen, 3), (distance, 3))
-    for query, to_sinks, key, value, visible, seen, distance in zip(*(x.split(count, dim=dim) for x, dim in parts)):
+    split = zip(*(x.split(count, dim=dim) if count else (x,) for x, dim in parts))
+    for query, to_sinks, key, value, visible, seen, distance in split:
         logits = query @ key.unsqueeze(2).transpose(-1, -2), to_sinks @ sink_key
         if slope is not None:
             logits = logits[0] + slope * (offset - centre).abs(), logits[1] + slope * distance
@@ -146,7 +147,7 @@ def _empty_window(query: torch.Tensor, kv_heads: int, width: int) -> tuple[torch
 def _of_own_sequence(numbers: torch.Tensor, centre: int, length: int, width: int, size: int) -> torch.Tensor:
     """Whether a place of a block's window belongs to the packed sequence of its query."""
     own = _query_blocks(numbers[:, centre : centre + length], 1, size).unsqueeze(3)
-    return F.pad(numbers, (0, incomplete(length, size))).unfold(1, width + size - 1, size).unsqueeze(2) == own
+    return _spans(numbers, 1, width + size - 1, size, incomplete(length, size)).unsqueeze(2) == own
 
 
 def _query_blocks(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
@@ -210,10 +211,10 @@ def _weights(logits: torch.Tensor) -> torch.Tensor:
     return F.threshold(weights, 1.01 * math.exp(LOWEST_EXPONENT), 0.0)
 
 
-def _blocks_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int:
-    """The number of blocks per step: on a CPU, as many as keep their logits in the cache; elsewhere all."""
+def _blocks_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int | None:
+    """The number of blocks per step: on a CPU, as many as keep their logits in the cache; elsewhere all, None."""
     if query.device.type != "cpu" or torch.compiler.is_compiling():
-        return query.shape[3]
+        return None
     per_block = query.shape[0] * query.shape[1] * query.shape[2] * query.shape[4] * key.shape[3]
     return max(1, LOGITS_IN_CACHE // max(1, per_block))
 
@@ -224,13 +225,14 @@ def _maximum(logits: tuple[torch.Tensor, ...], is_constant: bool) -> torch.Tenso
     return torch.maximum(*largest) if len(largest) == 2 else largest[0]
 
 
-def _windows(
-    key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, width: int, size: int, pad: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys, values `[B, Hkv, blocks, width + c - 1, D]` and visibility `[B, blocks, width + c - 1]` of each block."""
-    span = width + size - 1
-    key, value = (F.pad(x.to(dtype), (0, 0, 0, pad)).unfold(2, span, size).transpose(-1, -2) for x in (key, value))
-    return key, value, F.pad(visible, (0, pad)).unfold(1, span, size)
+def _spans(x: torch.Tensor, dim: int, span: int, size: int, missing: int) -> torch.Tensor:
+    """The `span` tokens from every `size`-th on, `[.., blocks, span, ..]`, of those at `dim` and `missing` more."""
+    x = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing))
+    if not is_free(size):
+        return x.unfold(dim, span, size).movedim(-1, dim + 1)
+    blocks = (x.shape[dim] - span) // size + 1
+    first, place = (torch.arange(n, dtype=torch.long, device=x.device) for n in (blocks, span))
+    return x.index_select(dim, (first[:, None] * size + place).flatten()).unflatten(dim, (blocks, span))
 
 
 def join(*parts: Part) -> Part:

@@ -48,6 +48,14 @@ def test_a_quick_run(name, tmp_path, capsys):
 
 
 @pytest.mark.benchmarks
+def test_graphs_for_onnxruntime(tmp_path):
+    pytest.importorskip("onnxscript", reason="needs the extra `onnx`")
+    for table in run("speed_onnx", tmp_path)["tables"]:
+        assert [row[1] for row in table["rows"]] == [70, 1]
+        assert all(value > 0 for row in table["rows"] for value in row[2:])
+
+
+@pytest.mark.benchmarks
 def test_long_prefills(tmp_path):
     assert len(rows(run("speed_models", tmp_path, "--long"))) == 1
 

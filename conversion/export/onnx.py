@@ -1,0 +1,347 @@
+"""A graph for ONNX Runtime that computes what a converted model computes, for any batch and length.
+
+The graph of a decoder reads prompts and further tokens alike, in parts of any length. Its inputs are
+
+    input_ids                   `[B, N]`, the newest tokens
+    attention_mask              int64 `[B, P + N]`, also of the P tokens before them; padding is 0 and on the left
+    past_key_values.I.state_J   what layer I keeps of the tokens before, or in a softmax layer
+    past_key_values.I.key       `[B, Hkv, P, D]`, and likewise `.value`
+
+and its outputs `logits [B, N, V]` and `present.I...`, which is the past of the next call. The first past is zeros, with
+the sizes that the graph names and P = 0. Positions follow from the mask, as in `generate`. The graph of an encoder
+takes `input_ids` and `attention_mask`, and returns `last_hidden_state` or `logits`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import inspect
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.export import Dim
+from transformers import AutoConfig, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
+from hf_linear_attention._common.errors import ConversionError, UsageError, one_line
+from hf_linear_attention._common.folders import staging
+from hf_linear_attention._common.reading import reading
+from hf_linear_attention.attention.cache import state_layer
+from hf_linear_attention.configuration_linear_attention import max_length_of
+from hf_linear_attention.conversion.export.command import ExportRequest
+from hf_linear_attention.conversion.export.onnx_operators import DOMAIN, OPERATOR, operators_in_graphs
+from hf_linear_attention.conversion.output_folder import TOKENIZER_FILES, share_permissions
+from hf_linear_attention.modeling_linear_attention import linear_model_class
+
+
+# The oldest versions: `torch.onnx.ops` is new in torch 2.8, and the operator in onnxruntime 1.30.
+NEEDED = {"torch": "2.8", "onnx": "1.19", "onnxruntime": "1.30", "onnxscript": "0.5"}
+PLAIN_RUNTIME = "1.23"
+GRAPH = "model.onnx"
+BESIDE = (*TOKENIZER_FILES, "config.json", "generation_config.json")
+BATCH, LENGTH, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
+# torch.export takes sizes of 0 and 1, and sizes that are equal, for what they are, so those of the example are others.
+EXAMPLE = {BATCH: 3, LENGTH: 7, PAST: 5, TOTAL: 12}
+# The largest difference of two logits, as a share of their standard deviation. Float32 rounds sums of another order in
+# every layer: 3e-5 was measured in models of two layers. A state or a mask that is wrong by one token costs 1e-2.
+TOLERANCE = 1e-3
+# Rows and tokens of what the graph is checked with, and the steps after it.
+CHECKED, STEPS = ((1, 5), (3, 67)), 8
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or output of a graph; free sizes have names."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype = torch.float32
+
+    def zeros(self, **sizes: int) -> Tensor:
+        """A tensor of zeros with these free sizes."""
+        shape = [size if isinstance(size, int) else sizes[size] for size in self.shape]
+        return torch.zeros(shape, dtype=self.dtype, device="cpu")
+
+
+def write(request: ExportRequest) -> str:
+    """Write the folder of a graph, and return the text to print.
+
+    Raises:
+        UsageError: if a library is missing, or there is no graph for such a model.
+        ConversionError: if the graph computes something else.
+    """
+    is_plain = request.opset == "plain"
+    refuse_without_libraries(is_plain)
+    with reading(f"{request.folder} (config.json and weights)"):
+        config = AutoConfig.from_pretrained(request.folder)
+        name = (config.architectures or [""])[0].removeprefix("Linear")
+        stock = getattr(transformers, name, None)
+        if not hasattr(config, "linear_attention") or stock is None:
+            raise UsageError("`--to onnx` takes a converted model, and this one is none; convert it first")
+        model: Any = linear_model_class(stock).from_pretrained(request.folder, dtype=torch.float32).eval()
+    with staging(request.output_dir, replaces=request.overwrite) as folder:
+        write_graph(graph_of(model), folder / GRAPH, plain=is_plain)
+        difference = checked(model, folder / GRAPH)
+        for beside in BESIDE:
+            if (request.folder / beside).is_file():
+                shutil.copyfile(request.folder / beside, folder / beside)
+        share_permissions(folder)
+    engine = f"any ONNX runtime, tested in onnxruntime {_version('onnxruntime')}"
+    if not is_plain:
+        engine = f"onnxruntime {NEEDED['onnxruntime']} or later, with {DOMAIN}.{OPERATOR} in causal linear layers"
+    return (
+        f"{request.output_dir / GRAPH} is for {engine}. Its results differ from those of the model by at most "
+        f"{difference:.1e} of their standard deviation."
+    )
+
+
+def _version(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def refuse_without_libraries(is_plain: bool) -> None:
+    """Refuse to begin without the libraries.
+
+    Raises:
+        UsageError: with what to install.
+    """
+    needed = NEEDED | ({"onnxruntime": PLAIN_RUNTIME} if is_plain else {})
+    missing = [
+        f"{name}>={oldest}"
+        for name, oldest in needed.items()
+        if (found := _version(name)) is None or Version(found) < Version(oldest)
+    ]
+    if missing:
+        words = " ".join(f'"{name}"' for name in missing)
+        raise UsageError(f"`--to onnx` needs more libraries; run `pip install {words}`")
+
+
+class Decoder(nn.Module):
+    """A decoder as a function: what its layers keep is an input and an output."""
+
+    def __init__(self, model: PreTrainedModel, kept: Sequence[Sequence[Port]]) -> None:
+        super().__init__()
+        self.model, self.kept = model, kept
+        self.is_softmax = [ports[0].name.endswith(".key") for ports in kept]
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        past = [port for ports in kept for port in ports]
+        tokens = Port("input_ids", (BATCH, LENGTH), torch.long), Port("attention_mask", (BATCH, TOTAL), torch.long)
+        self.inputs = [*tokens, *past]
+        self.outputs = [Port("logits", (BATCH, LENGTH, model.config.get_text_config().vocab_size))]
+        for port in past:
+            shape = tuple(TOTAL if size == PAST else size for size in port.shape)
+            self.outputs.append(Port(port.name.replace("past_key_values", "present"), shape, port.dtype))
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The `outputs` for `inputs`."""
+        input_ids, attention_mask, *past = tensors
+        cache: Any = DynamicCache(config=self.model.config)
+        rest, length = iter(past), input_ids.shape[1]
+        has_softmax = any(self.is_softmax)
+        # A state does not depend on how many tokens it has read, but the mask of a softmax layer does.
+        seen = attention_mask.shape[1] - length if has_softmax else 0
+        for number, (ports, is_softmax) in enumerate(zip(self.kept, self.is_softmax)):
+            kept = tuple(next(rest) for _ in ports)
+            if is_softmax:
+                cache.layers[number].lazy_initialization(*kept)
+                cache.layers[number].keys, cache.layers[number].values = kept
+            else:
+                state_layer(cache, number).restore(kept, (), seen)
+        options: dict[str, Any] = {"attention_mask": attention_mask if has_softmax else attention_mask[:, -length:]}
+        if self.takes_positions:
+            positions = (attention_mask.cumsum(dim=1) - 1).masked_fill(attention_mask == 0, 0)
+            options["position_ids"] = positions[:, -length:]
+        logits = self.model(input_ids, past_key_values=cache, use_cache=True, **options).logits
+        present = [logits]
+        for layer, is_softmax in zip(cache.layers, self.is_softmax):
+            present += (layer.keys, layer.values) if is_softmax else layer.state
+        return tuple(present)
+
+
+class Encoder(nn.Module):
+    """An encoder as a function of ids and mask: the first output of the model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.inputs = [Port(name, (BATCH, LENGTH), torch.long) for name in ("input_ids", "attention_mask")]
+        sizes = {name: port.zeros(**EXAMPLE) for name, port in zip(("input_ids", "attention_mask"), self.inputs)}
+        name, found = next(iter(model(**sizes).items()))
+        names = {EXAMPLE[BATCH]: BATCH, EXAMPLE[LENGTH]: LENGTH}
+        shape = [names.get(size, size) if axis < 2 else size for axis, size in enumerate(found.shape)]
+        self.outputs = [Port(name, tuple(shape))]
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The `outputs` for `inputs`."""
+        input_ids, attention_mask = tensors
+        return (self.model(input_ids=input_ids, attention_mask=attention_mask)[0],)
+
+
+@torch.no_grad()
+def graph_of(model: Any) -> Decoder | Encoder:
+    """What is exported of a model.
+
+    Raises:
+        UsageError: if there is no graph for such a model.
+    """
+    if model.config.is_encoder_decoder or model.main_input_name != "input_ids":
+        raise UsageError(
+            f"`--to onnx` writes decoders and encoders of text; {type(model).__name__} reads {model.main_input_name}"
+            + " with an encoder and a decoder" * model.config.is_encoder_decoder
+        )
+    if not model.can_generate():
+        return Encoder(model)
+    ids = torch.zeros(EXAMPLE[BATCH], EXAMPLE[LENGTH], dtype=torch.long, device="cpu")
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0  # without padding, softmax heads would keep no mask
+    layers = model(ids, attention_mask=mask, use_cache=True).past_key_values.layers
+    return Decoder(model, [kept_by(number, layer) for number, layer in enumerate(layers)])
+
+
+def kept_by(number: int, layer: Any) -> list[Port]:
+    """What a layer of a cache keeps.
+
+    Raises:
+        UsageError: if it is neither a state of ours, nor all keys and values.
+    """
+    is_softmax = type(layer) is DynamicLayer
+    if not is_softmax and (not getattr(layer, "holds_linear_state", False) or layer.has_other_states):
+        raise UsageError(
+            f"`--to onnx`: layer {number} keeps states of the original model in a {type(layer).__name__}; a graph "
+            "takes converted layers, and softmax layers that see all tokens"
+        )
+    tensors = (layer.keys, layer.values) if is_softmax else layer.state
+    first_growing = 0 if is_softmax else len(tensors) - layer.num_growing
+    ports = []
+    for place, x in enumerate(tensors):
+        name = ("key", "value")[place] if is_softmax else f"state_{place}"
+        shape: list[int | str] = [BATCH, *x.shape[1:]]
+        if place >= first_growing:
+            shape[1 if x.ndim == 2 else 2] = PAST
+        ports.append(Port(f"past_key_values.{number}.{name}", tuple(shape), x.dtype))
+    return ports
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """A context without the exporter's remarks about libraries that are missing and functions that will change."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def write_graph(graph: Any, path: Path, *, plain: bool) -> None:
+    """Write the graph of a module whose `inputs` and `outputs` are ports.
+
+    Raises:
+        ConversionError: if torch cannot export it.
+    """
+    inputs, outputs = graph.inputs, graph.outputs
+    free = [{axis: Dim.AUTO for axis, size in enumerate(port.shape) if isinstance(size, str)} for port in inputs]
+    with _quietly(), torch.no_grad(), contextlib.nullcontext() if plain else operators_in_graphs():
+        try:
+            example = tuple(port.zeros(**EXAMPLE) for port in inputs)
+            program = torch.export.export(graph, example, dynamic_shapes=(tuple(free),), strict=False)
+            # The optimiser drops the reshapes around a product whenever the shapes happen to broadcast (onnxscript
+            # 0.7.2, `_broadcast_to_matmul.py`), which is wrong where batch, heads and their groups are equal.
+            options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False}
+            options |= {"input_names": [port.name for port in inputs], "output_names": [port.name for port in outputs]}
+            found: Any = torch.onnx.export(program, (), **options)
+        except Exception as error:  # the exporter raises whatever it meets
+            raise ConversionError(f"torch cannot export this model: {one_line(error)}") from error
+    _name_sizes(found.model, [*inputs, *outputs])
+    found.save(path)
+
+
+def _name_sizes(model: Any, ports: Sequence[Port]) -> None:
+    """Give free sizes their names, and drop what the exporter noted about this machine's files."""
+    import onnx_ir
+
+    for value, port in zip((*model.graph.inputs, *model.graph.outputs), ports):
+        value.shape = onnx_ir.Shape(port.shape)
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+
+
+def session_of(path: Path) -> Any:
+    """The graph in onnxruntime, on one thread."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+@torch.no_grad()
+def checked(model: Any, path: Path) -> float:
+    """The largest difference from the model, as a share of the standard deviation of its results.
+
+    Raises:
+        ConversionError: if it is larger than what float32 explains, or the graph fails.
+    """
+    session, worst = session_of(path), 0.0
+    generates = model.can_generate()
+    longest = max_length_of(model.config)
+    for rows, length in CHECKED:
+        steps = STEPS if generates else 0
+        length = length if longest is None or longest < 1 else max(1, min(length, longest - steps))
+        generator = torch.Generator().manual_seed(length)
+        vocabulary = model.config.get_text_config().vocab_size
+        ids = torch.randint(vocabulary, (rows, length + steps), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[-1, slice(2) if generates else slice(-2, None)] = 0
+        options = {"position_ids": (mask.cumsum(dim=1) - 1).masked_fill(mask == 0, 0)}
+        takes_positions = generates and "position_ids" in inspect.signature(model.forward).parameters
+        expected = model(ids, attention_mask=mask, **(options if takes_positions else {}))
+        expected = expected.logits if generates else expected.to_tuple()[0]
+        try:
+            found = _run(session, ids, mask, steps)
+        except Exception as error:  # onnxruntime has no class for its errors
+            raise ConversionError(f"onnxruntime cannot run the graph: {one_line(error)}") from error
+        difference = (found - expected).abs()
+        if difference.shape[:2] == mask.shape:
+            difference = difference[mask > 0]
+        worst = max(worst, float(difference.max() / expected.std()))
+    if not worst <= TOLERANCE:
+        raise ConversionError(
+            f"the graph does not compute what the model computes: their largest difference is {worst:.1e} of the "
+            f"standard deviation, and {TOLERANCE} is allowed; nothing was written"
+        )
+    return worst
+
+
+def _run(session: Any, ids: Tensor, mask: Tensor, steps: int) -> Tensor:
+    """The first output of the graph, the last `steps` tokens one at a time."""
+    ports = [Port(x.name, tuple(x.shape), DTYPES[x.type]) for x in session.get_inputs()[2:]]
+    past = [port.zeros(**{BATCH: len(ids), PAST: 0}).numpy() for port in ports]
+    names, begin, outputs = [x.name for x in session.get_inputs()], 0, []
+    for end in range(ids.shape[1] - steps, ids.shape[1] + 1):
+        given = (ids[:, begin:end].numpy(), mask[:, :end].numpy(), *past)
+        output, *past = session.run(None, dict(zip(names, given)))
+        outputs.append(torch.from_numpy(output))
+        begin = end
+    return torch.cat(outputs, dim=1) if steps else outputs[0]
+
+
+DTYPES = {"tensor(float)": torch.float32, "tensor(int64)": torch.long, "tensor(int32)": torch.int32,
+          "tensor(int8)": torch.int8, "tensor(bool)": torch.bool}  # fmt: skip
