@@ -2,7 +2,7 @@
 
     python -m benchmarks.papers.recall
 
-Tiny Llamas are trained until they answer 99 % of a task (recall_tasks.py): multi-query associative recall, copying
+Tiny Llamas (or another `--model_type`) are trained until they answer 99 % of a task (recall_tasks.py): multi-query associative recall, copying
 after a gap, a needle. Each is converted by every form of FORMS with a state of each of the `--shares` of the bytes of
 its keys and values at the trained length, and healed with the stages of a preset on `--tokens` tokens of the same task.
 The form `window` is the control: an exact window of the same bytes, untrained and healed in the same way. Beyond
@@ -82,6 +82,7 @@ FORMS = {
     "preset linear": Form({}, preset="linear"),
     "gated_delta": Form({"mechanism": "gated_delta"}),
     "preset gated_delta": Form({}, preset="gated_delta"),
+    "preset qwen3_5": Form({}, None, preset="qwen3_5"),
 }
 # Answers that an accuracy counts at least, and the most documents for them: a needle has one answer.
 ANSWERS, MOST_DOCUMENTS = 1024, 256
@@ -130,10 +131,11 @@ def sized(teacher: Any, form: Form, budget: int) -> dict[str, Any] | None:
 def teacher_folder(arguments: Namespace, task: str, seed: int) -> Path:
     """The folder of the trained teacher, which is made if it is not there."""
     sizes = (arguments.length, arguments.width, arguments.layers, arguments.heads)
-    folder = arguments.work_dir / f"{task}-{'x'.join(map(str, sizes))}-{seed}" / "teacher"
+    kind = "" if arguments.model_type == "llama" else f"-{arguments.model_type}"
+    folder = arguments.work_dir / f"{task}{kind}-{'x'.join(map(str, sizes))}-{seed}" / "teacher"
     if not folder.is_dir():
         torch.manual_seed(seed)
-        model = new_teacher(*sizes)
+        model = new_teacher(arguments.model_type, *sizes)
         facts = train_teacher(model, task, seed, arguments.teacher_steps)
         with staging(folder) as unfinished:
             model.save_pretrained(unfinished)
@@ -263,7 +265,13 @@ def main(argv: list[str] | None = None) -> None:
     quick |= {"tokens_per_step": 132, "shares": [1 / 2], "lengths": [1, 2]}
     sizes = {"length": 129, "width": 64, "layers": 2, "heads": 2, "documents": MOST_DOCUMENTS}
     training = {"tokens": 262_144, "tokens_per_step": 2048, "learning_rate": 1e-3, "teacher_steps": 1500, "seeds": [0]}
-    chosen = {"tasks": list(TASKS), "forms": known, "shares": [1 / 8, 1 / 4, 1 / 2], "lengths": [1, 2, 4, 8]}
+    chosen = {
+        "model_type": "llama",
+        "tasks": list(TASKS),
+        "forms": known,
+        "shares": [1 / 8, 1 / 4, 1 / 2],
+        "lengths": [1, 2, 4, 8],
+    }
     arguments = parse_arguments(__doc__, argv, quick, **sizes, **training, **chosen, work_dir=Path("outputs/recall"))
     logging.basicConfig(level=logging.WARNING)
     tables, figures = [], {}

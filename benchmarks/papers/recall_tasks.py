@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 
 KEYS, VALUES, NOISE = 256, 64, 16
@@ -117,13 +117,15 @@ def curriculum(length: int) -> list[int]:
     return lengths
 
 
-def new_teacher(length: int, width: int, layers: int, heads: int) -> LlamaForCausalLM:
-    """A Llama with random weights."""
+def new_teacher(model_type: str, length: int, width: int, layers: int, heads: int) -> PreTrainedModel:
+    """A decoder with random weights; `llama`, or a model type with the same settings."""
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "max_position_embeddings": length}
     sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
     rotary = {"rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA}}
     tokens = {"vocab_size": len(WORDS), "bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **rotary, **tokens, tie_word_embeddings=False))
+    sizes |= {"head_dim": width // heads}
+    config = AutoConfig.for_model(model_type, **sizes, **rotary, **tokens, tie_word_embeddings=False)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def train_teacher(model: Any, task: str, seed: int, most_steps: int, learning_rate: float = 2e-3) -> dict[str, Any]:

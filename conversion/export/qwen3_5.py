@@ -84,21 +84,23 @@ def stock_config(config: Any) -> Any:
         "mrope_section": [size // 2 - 2 * third, third, third],
         "mrope_interleaved": True,
     }
-    return Qwen3_5TextConfig(
-        **{**decoders.same_fields(config), "rope_parameters": {**config.rope_parameters, **positions}},
-        num_attention_heads=heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=size,
-        layer_types=["full_attention" if layer in kept else "linear_attention" for layer in range(layers)],
-        attention_bias=config.stock_model_type == "qwen2" or has_output_bias(config),
-        linear_conv_kernel_dim=4,
-        linear_num_key_heads=heads,
-        linear_num_value_heads=heads,
-        linear_key_head_dim=size,
-        linear_value_head_dim=size,
-        mamba_ssm_dtype="float32",  # vLLM's name for the dtype of the state
+    fields: dict[str, Any] = {
+        **decoders.same_fields(config),
+        "rope_parameters": {**config.rope_parameters, **positions},
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": size,
+        "layer_types": ["full_attention" if layer in kept else "linear_attention" for layer in range(layers)],
+        "attention_bias": config.stock_model_type == "qwen2" or has_output_bias(config),
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": size,
+        "linear_value_head_dim": size,
+        "mamba_ssm_dtype": "float32",  # vLLM's name for the dtype of the state
         **({"full_attention_interval": interval} if is_periodic else {}),
-    )
+    }
+    return Qwen3_5TextConfig(**fields)
 
 
 def rewritten(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

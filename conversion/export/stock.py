@@ -157,9 +157,15 @@ def largest_difference(model: PreTrainedModel, stock: PreTrainedModel) -> float:
     ids = torch.randint(model.config.get_text_config().vocab_size, (2, TOKENS), generator=generator)
     expected, found = (m(ids, use_cache=False).logits for m in (model, stock))
     prompt = ids[:, :PROMPT]
-    steps = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "output_logits": True}
+    steps: dict[str, Any] = {
+        "max_new_tokens": NEW_TOKENS,
+        "min_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "output_logits": True,
+    }
     steps |= {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}
-    first, second = (m.generate(prompt, **steps) for m in (model, stock))
+    models: tuple[Any, Any] = (model, stock)
+    first, second = (m.generate(prompt, **steps) for m in models)
     is_equal = (first.sequences == second.sequences)[:, PROMPT - 1 : -1].long().cumprod(1).bool()
     texts = [torch.stack(text.logits, dim=1)[is_equal] for text in (first, second)]
     difference = max((found - expected).abs().max(), (texts[0] - texts[1]).abs().max())

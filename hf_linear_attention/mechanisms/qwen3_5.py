@@ -69,7 +69,7 @@ class Qwen35Rule(nn.Module):
         groups = self.shape.num_heads // self.shape.num_key_value_heads
 
         def of_heads(name: str) -> torch.Tensor:
-            weight = getattr(attention, f"{name}_proj").weight.unflatten(0, (-1, self.shape.head_dim))
+            weight: torch.Tensor = getattr(attention, f"{name}_proj").weight.unflatten(0, (-1, self.shape.head_dim))
             norm = getattr(attention, f"{name}_norm", None)
             return weight if norm is None else weight * norm.weight[:, None]
 

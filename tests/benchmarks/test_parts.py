@@ -150,7 +150,7 @@ def test_a_teacher_learns(monkeypatch):
     """From chance (1 of 64 values) to more than a third of the answers of two pairs, in seconds."""
     monkeypatch.setattr(recall_tasks, "STEP_TOKENS", 1152)
     torch.manual_seed(0)
-    model = recall_tasks.new_teacher(9, 64, 2, 2)
+    model = recall_tasks.new_teacher("llama", 9, 64, 2, 2)
     given = recall_tasks.mqar(200, 9, torch.Generator().manual_seed(1))
     assert recall_tasks.accuracy(model, given) < 0.1
     recall_tasks.train_teacher(model, "mqar", 0, most_steps=150)
@@ -161,7 +161,7 @@ def test_a_teacher_learns(monkeypatch):
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_every_form_uses_the_bytes(share):
     """At most the budget, and the next size would exceed it; the bytes are those of the state that decoding keeps."""
-    teacher = recall_tasks.new_teacher(129, 64, 2, 2)
+    teacher = recall_tasks.new_teacher("llama", 129, 64, 2, 2)
     assert recall.cache_bytes(teacher) == 2 * 2 * 64 * 129 * 4  # layers, keys and values, width, tokens, float32
     budget = int(share * recall.cache_bytes(teacher))
     for name, form in recall.FORMS.items():
