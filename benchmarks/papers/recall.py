@@ -2,12 +2,12 @@
 
     python -m benchmarks.papers.recall
 
-Tiny Llamas (or another `--model_type`) are trained until they answer 99 % of a task (recall_tasks.py): multi-query associative recall, copying
-after a gap, a needle. Each is converted by every form of FORMS with a state of each of the `--shares` of the bytes of
-its keys and values at the trained length, and healed with the stages of a preset on `--tokens` tokens of the same task.
-The form `window` is the control: an exact window of the same bytes, untrained and healed in the same way. Beyond
-the trained length the same state is a smaller share of the keys and values, and `mqar` asks for more pairs. What is
-finished in `--work_dir` is not made again: a second run starts with the conversions.
+Tiny Llamas, or models of another `--model_type`, are trained until they answer 99 % of a task (recall_tasks.py):
+multi-query associative recall, copying after a gap, a needle. Each is converted by every form of FORMS with a state of
+each of the `--shares` of the bytes of its keys and values at the trained length, and healed with the stages of a preset
+on `--tokens` tokens of the same task. The form `window` is the control: an exact window of the same bytes, untrained
+and healed in the same way. Beyond the trained length the same state is a smaller share of the keys and values, and
+`mqar` asks for more pairs. What is finished in `--work_dir` is not made again.
 """
 
 from __future__ import annotations

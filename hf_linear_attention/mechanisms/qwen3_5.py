@@ -56,10 +56,11 @@ class Qwen35Rule(nn.Module):
         The norm leaves no other start: an output of the size of its values was farther from softmax attention than 0
         (relative squared errors of 1.2 to 2.3 on a model of stories), and trained worse.
         """
-        for weight in self._projections()[:3]:
+        query, key, value, *others = self._projections()
+        for weight in (query, key, value):
             start = torch.randn(weight.shape, generator=generator, dtype=torch.float32, device="cpu")
             init.copy_(weight, start * weight.shape[1] ** -0.5)
-        for weight in (self.in_proj_z, self.in_proj_b, self.in_proj_a, self.A_log):
+        for weight in (*others, self.A_log):
             init.zeros_(weight)
         init.constant_(self.dt_bias, math.log(math.expm1(INITIAL_SLOPE)))
         init.ones_(self.norm)

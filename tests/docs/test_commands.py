@@ -230,6 +230,7 @@ def of_one_layer() -> dict[str, Any]:
 
 # What a page takes for granted instead of a decoder SRC and its conversion OUT; may return names for its Python.
 BY_PAGE: dict[str, Callable[[], dict[str, Any] | None]] = {
+    "docs/elsewhere.md": lambda: llama(num_hidden_layers=4),
     "docs/runs_in.md": of_one_layer,
     "docs/state.md": by_itself,
     "docs/tutorials/classifier.md": classifier,
