@@ -169,10 +169,8 @@ def describe_result(
         lines += describe_checks(checks, has_layers=bool(plan.layers))
     stock = report.get("stock")
     if stock is not None:
-        text = (
-            f"as {stock['architecture']}, whose logits differ by at most {stock['difference']:.1e} of their deviation"
-        )
-        lines.append(_line("rewritten", text))
+        found = f"logits differ by at most {stock['difference']:.1e} of their standard deviation"
+        lines.append(_line("rewritten", f"as {stock['architecture']}, whose {found}"))
     code = ", trust_remote_code=True" if stock is None else ""
     lines += [
         _line("written to", output_dir),
