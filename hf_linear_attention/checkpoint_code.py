@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .configuration_linear_attention import CODE_FILES, LICENCE_LINE, can_generate, entries_of, is_causal_config
+from .mechanisms.options import OWN
 
 
 ROOT = Path(__file__).parent
@@ -41,7 +42,7 @@ and reads these settings, it serves the checkpoint instead, with its kernels.
 HEADING = "# " + "-" * 20 + " {} " + "-" * 20
 # Mechanisms whose bidirectional form consists of causal sweeps.
 SWEEPING = ("aft", "hybrid")
-MARKS = r"(?m)  # of (decoders|causal layers|encoders|cross-attention|softmax heads|gates|the delta rule)$"
+MARKS = r"(?m)  # of (decoders|causal layers|encoders|cross-attention|softmax heads|gates|the delta rule|stock forms)$"
 Rows = tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -88,6 +89,7 @@ def needs_of(config: Any) -> dict[str, bool]:
         "of cross-attention": any(entry["cross_attention"] for entry in entries),
         "of softmax heads": any(entry["softmax_heads"] for entry in entries),
         "of gates": any(entry.get("decay") == "gated" or entry.get("input_gate") for entry in entries),
+        "of stock forms": any("form" in entry and entry["form"] != OWN for entry in entries),
         "of the delta rule": any(entry.get("far", "linear") != "linear" for entry in entries),
     }
 

@@ -302,7 +302,7 @@ def reset_mechanisms(model: Any) -> None:
             # Random matrices that a checkpoint has replaced already need not be drawn.
             if not all(map(is_loaded, tensors)):
                 module.linear_attention.reset_parameters()
-                module.linear_attention.start_from(module)
+                module.linear_attention.start_from(module)  # of stock forms
 
 
 @contextlib.contextmanager

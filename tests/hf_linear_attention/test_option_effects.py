@@ -74,7 +74,7 @@ def test_an_option_changes_the_function_or_is_refused(mechanism: str, name: str,
         if settings["mechanism"] != mechanism:
             continue
         family = "llama" if supports(row, "causal") else "bert"
-        if name in BESIDE and family == "bert":  # which has no rotary positions
+        if name in BESIDE and (family == "bert" or "form" in settings):  # which have no rotary positions
             continue
         beside = BESIDE.get(name, {}) if "rope" in MECHANISMS[mechanism].options else {}
         settings = {**settings, **beside}

@@ -258,7 +258,7 @@ def aft_bias(mechanism, length: int):
 
 def gated_delta(mechanism, query, key, value, mask, is_causal, scaling):
     """The gates are those of `matrix.add_gates`."""
-    if mechanism.is_qwen3_5:
+    if getattr(mechanism, "is_qwen3_5", False):
         return qwen3_5(mechanism, query, key, value, mask)
     p = {name: parameter.double() for name, parameter in mechanism.named_parameters()}
     hidden = hidden_states_of(key).double() / math.sqrt(mechanism.shape.hidden_size)
