@@ -29,7 +29,7 @@ from hf_linear_attention._common.options import (
     typed_options,
 )
 from hf_linear_attention.layer_ranges import is_by_layer, parse_by_layer, parse_layers
-from hf_linear_attention.mechanisms.options import DROPPABLE, MECHANISM_OPTIONS
+from hf_linear_attention.mechanisms.options import DROPPABLE, MECHANISM_OPTIONS, OWN
 from hf_linear_attention.training.tasks import CACHED, TASKS, TEXT_TASKS
 
 
@@ -418,6 +418,12 @@ class Request:
 
     def _completed(self, given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
         defaults = preset if given.get("mechanism") in (None, preset.get("mechanism")) else {}
+        form = given.get("form", OWN)
+        if form != OWN and self.arguments.preset is not None and form != preset.get("form", OWN):
+            raise UsageError(
+                f"`--form {form}` with `--preset {self.arguments.preset}`: its layers need other rates; give `--preset "
+                f"{form}`"
+            )
         defaults = self._without_replaced(defaults)
         settings = {"mechanism": "linear", "layers": "all", **defaults, **given}
         if self.arguments.state_bytes is not None:

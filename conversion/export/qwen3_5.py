@@ -23,8 +23,8 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 # Decoders whose layers are those of Llama, with or without a norm of queries and keys, and with biases or without.
 SOURCES = ("llama", "mistral", "qwen2", "qwen3")
 ENGINES = (
-    "vLLM on a CPU computes it in bfloat16, with heads of 64 or 128; MLX and SGLang want softmax layers at equal "
-    "distances, and llama.cpp and ONNX Runtime GenAI no biases in them."
+    "vLLM on a CPU computes it in bfloat16, with heads of 64 or 128; MLX wants softmax layers at equal distances, and "
+    "llama.cpp no biases in them."
 )
 # A power of 2, so that no digit is lost: queries of 100 become 2e-8, whose square is 1e-9 of the epsilon.
 SMALL = 2.0**-32
@@ -130,7 +130,7 @@ def rewritten(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         _shift_norm(weights, f"{place}post_attention_layernorm.weight", inputs, dtype)
     is_tied = model.config.tie_word_embeddings
     _shift_norm(weights, "model.norm.weight", [] if is_tied else ["lm_head.weight"], dtype)
-    stock = Qwen3_5ForCausalLM(stock_config(model.config))
+    stock = Qwen3_5ForCausalLM(stock_config(model.config)).float()
     stock.load_state_dict(weights, strict=True)
     return stock
 
@@ -159,14 +159,15 @@ def softmax_layer(attention: Mapping[str, Tensor], config: Any) -> dict[str, Ten
         for part in ("weight", "bias"):
             if f"{kind}_proj.{part}" in kept:
                 kept[f"{kind}_proj.{part}"] = kept[f"{kind}_proj.{part}"] * SMALL
-        kept[name] = torch.full((head_dim(config),), config.rms_norm_eps**0.5 / SMALL - 1)
+        constant = config.rms_norm_eps**0.5 / SMALL - 1
+        kept[name] = kept["o_proj.weight"].new_full((head_dim(config),), constant)
     for part in ("weight", "bias"):
         if (query := kept.get(f"q_proj.{part}")) is not None:
             query = query.unflatten(0, (config.num_attention_heads, -1))
             kept[f"q_proj.{part}"] = torch.cat((query, torch.zeros_like(query)), dim=1).flatten(0, 1)
     kept["o_proj.weight"] = 2 * kept["o_proj.weight"]
     if "q_proj.bias" in kept:
-        kept.setdefault("o_proj.bias", torch.zeros(config.hidden_size))
+        kept.setdefault("o_proj.bias", kept["o_proj.weight"].new_zeros(config.hidden_size))
     return kept
 
 
