@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from transformers import FalconH1Config, FalconH1ForCausalLM, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from hf_linear_attention.conversion.export import decoders, mamba
 
@@ -39,10 +38,7 @@ def rewritten(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     sizes = mamba.Sizes(max(map(len, others)) or 1, mamba.UNIT, mamba.number_of_features(linear))
     while not sizes.hold(layers[0].self_attn.head_dim):
         sizes = replace(sizes, channels=sizes.channels + mamba.UNIT)
-    with no_init_weights():
-        stock = FalconH1ForCausalLM(_config(model, sizes, max(map(len, softmax)) or 1)).float()
-    mamba.copy_(stock.model.embed_tokens, model.model.embed_tokens)
-    mamba.copy_(stock.lm_head, model.lm_head)
+    stock: Any = mamba.begun(FalconH1ForCausalLM, _config(model, sizes, max(map(len, softmax)) or 1), model)
     mamba.copy_(stock.model.final_layernorm, model.model.norm)
     for number, (new, old) in enumerate(zip(stock.model.layers, layers, strict=True)):
         mamba.copy_(new.input_layernorm, old.input_layernorm)
@@ -74,7 +70,7 @@ def _config(model: PreTrainedModel, sizes: mamba.Sizes, softmax_heads: int) -> F
 
 @torch.no_grad()
 def _fill_softmax(new: Any, old: Any, heads: Sequence[int]) -> None:
-    """Write query heads of a layer, each with its keys and values, into softmax attention; further heads are 0."""
+    """Write query heads of a layer, each with its keys and values, into softmax attention; its other heads become 0."""
     size, groups = old.head_dim, old.num_key_value_groups
     for parameter in new.parameters():
         parameter.zero_()

@@ -1,4 +1,4 @@
-"""GraniteMoeHybrid: layers of Llama, and Mamba-2 layers in their place where a layer is linear (`mamba.py`)."""
+"""GraniteMoeHybrid: the layers of Llama, with a Mamba-2 block in place of attention where it is linear (`mamba.py`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, PreTrainedModel
-from transformers.initialization import no_init_weights
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
 
 from hf_linear_attention.configuration_linear_attention import entries_of
@@ -48,10 +47,7 @@ def rewritten(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """The `GraniteMoeHybridForCausalLM` that computes what the converted model computes, in float32."""
     layers = model.model.layers
     linear = mamba.linear_attentions(layers)
-    with no_init_weights():
-        stock = GraniteMoeHybridForCausalLM(_config(model, linear)).float()
-    mamba.copy_(stock.model.embed_tokens, model.model.embed_tokens)
-    mamba.copy_(stock.lm_head, model.lm_head)
+    stock: Any = mamba.begun(GraniteMoeHybridForCausalLM, _config(model, linear), model)
     mamba.copy_(stock.model.norm, model.model.norm)
     for number, (new, old) in enumerate(zip(stock.model.layers, layers, strict=True)):
         mamba.copy_(new.input_layernorm, old.input_layernorm)

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.export import decoders
@@ -81,7 +83,7 @@ class Sizes:
 
 
 class Affine(NamedTuple):
-    """R channels of a head as functions of the hidden state, in float64."""
+    """The R channels of a head as affine functions of the hidden state, in float64."""
 
     weight: Tensor  # [R, E]
     bias: Tensor  # [R]
@@ -189,7 +191,7 @@ def fill(block: Any, module: Any, norm: Tensor, heads: Sequence[int]) -> None:
 
 
 def _features(linear: nn.Linear, head: int, key_head: int, feature_map: Any, scaling: float) -> Affine:
-    """What the relu of the feature map of a key/value head gets, for a head of queries or keys."""
+    """The input of the relu in a key/value head's feature map, for one head of queries or keys."""
     matrix = feature_map.projection[key_head].double().T * math.sqrt(scaling)
     x = _of_head(linear, head, matrix.shape[1])
     return Affine(matrix @ x.weight, matrix @ x.bias + feature_map.bias[key_head, 0].double())
@@ -205,6 +207,15 @@ def _power(bounds: Tensor, exponent: int) -> float:
     """The power of 2 with which the largest of these bounds is at most 2^exponent, and more than half of that."""
     largest = float(bounds.max())
     return 2.0 ** (exponent - math.ceil(math.log2(largest))) if largest > 0 else 1.0
+
+
+def begun(model_class: Any, config: Any, model: Any) -> PreTrainedModel:
+    """A stock model in float32 that has the embeddings and the output layer of `model`, and no other weights yet."""
+    with no_init_weights():
+        stock = model_class(config).float()
+    copy_(stock.model.embed_tokens, model.model.embed_tokens)
+    copy_(stock.lm_head, model.lm_head)
+    return stock
 
 
 @torch.no_grad()
