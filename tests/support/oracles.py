@@ -85,6 +85,12 @@ def linformer(mechanism, query, key, value, mask, is_causal, scaling):
     return torch.cat(rows)
 
 
+def stored_projections(mechanism):
+    """E and F as the model stores them; F is E where they are shared."""
+    shared = mechanism.settings["projection_sharing"] in ("key-value", "layerwise")
+    return mechanism.key_projection, mechanism.key_projection if shared else mechanism.value_projection
+
+
 def linformer_linear(mechanism, query, key, value, mask, is_causal, scaling):
     """Row by row without its padding; E is rescaled by the share of its weight that is left, F is not."""
     rows = []
@@ -93,7 +99,10 @@ def linformer_linear(mechanism, query, key, value, mask, is_causal, scaling):
         features = FEATURES[mechanism.settings["feature_map"]](
             mechanism.feature_map, query[one], key[one, :, real], scaling
         )
-        compress, gather = (projection.double() for projection in mechanism._projections)
+        compress, gather = (  # absolute values, with a derivative of 1 at 0
+            torch.where(projection < 0, -projection, projection)
+            for projection in map(torch.Tensor.double, stored_projections(mechanism))
+        )
         length = features[1].shape[2]
         total, mass = compress.sum(2, keepdim=True), compress[..., :length].sum(2, keepdim=True)
         least = total * 0.5 * compress.shape[1] / mechanism.max_length
@@ -109,7 +118,7 @@ def linformer_matrices(mechanism, length: int):
         used = min(slots, length)
         pool = torch.nn.functional.one_hot(torch.arange(length) * used // length, used).T.double()
         return [(pool / pool.sum(1, keepdim=True))[None]] * 2, ()
-    projections, max_length = [projection.double() for projection in mechanism._projections], mechanism.max_length
+    projections, max_length = [x.double() for x in stored_projections(mechanism)], mechanism.max_length
     if kind == "stretched":
         return [reference.stretched(projection, length) for projection in projections], ()
     if kind == "random":
