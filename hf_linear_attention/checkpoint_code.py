@@ -42,7 +42,7 @@ and reads these settings, it serves the checkpoint instead, with its kernels.
 HEADING = "# " + "-" * 20 + " {} " + "-" * 20
 # Mechanisms whose bidirectional form consists of causal sweeps.
 SWEEPING = ("aft", "hybrid")
-MARKS = r"(?m)  # of (decoders|causal layers|encoders|cross-attention|softmax heads|gates|the delta rule|stock forms)$"
+MARKS = r"(?m)  # of (decoders|causal layers|encoders|cross-attention|softmax heads|gates|the delta rule|exact keys|stock forms)$"
 Rows = tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -90,6 +90,7 @@ def needs_of(config: Any) -> dict[str, bool]:
         "of softmax heads": any(entry["softmax_heads"] for entry in entries),
         "of gates": any(entry.get("decay") == "gated" or entry.get("input_gate") for entry in entries),
         "of stock forms": any("form" in entry and entry["form"] != OWN for entry in entries),
+        "of exact keys": any(entry.get("num_exact_keys") for entry in entries),
         "of the delta rule": any(entry.get("far", "linear") != "linear" for entry in entries),
     }
 

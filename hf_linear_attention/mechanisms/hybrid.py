@@ -14,6 +14,10 @@ With `far` = `gated_delta`, the exact part has its own denominator, and a gate p
 output of the gated delta rule over all tokens so far (gated_delta.py): o_i = (1 - m_i) exact_i + m_i delta_i, with m =
 sigmoid(w h + b) of the hidden state h. At the start m is 1/50.
 
+With `num_exact_keys` = M, the M keys behind the window with the largest scores stay exact, and only the others are far
+keys (exact_keys.py). The score of a key is w·h, of the hidden state h of its token. It learns from the softmax model's
+attention to keys behind the window (`key_score_weight` in training), as the retaining heads of Locret (2025) do.
+
 In an encoder the window extends w - 1 tokens to either side, far keys are before and after it, and the first s tokens
 are global: they also attend to every key exactly (Longformer 2020, section 3.1).
 """
@@ -32,6 +36,7 @@ from transformers import initialization as init
 from ..features.maps import FEATURE_MAPS, half_squared_norm
 from ..positions.rotary import (
     LearnedDecay,
+    RotaryShift,
     decay_of,
     initial_slopes,
     taken_back,
@@ -47,12 +52,14 @@ from ..torch_kernels.blocks import (
     sized_step,
     with_dtype,
 )
+from ..torch_kernels.exact_keys import NEVER, Kept, choose, chunks_of, kept_after, part_of  # of exact keys
 from ..torch_kernels.implementations import implemented
-from ..torch_kernels.window import Part, joined_output, log_size
+from ..torch_kernels.window import Part, join, joined_output, log_size
 from .base import LayerShape, MechanismInputs, State
 from .gated_delta import DeltaRule  # of the delta rule
 from .options import LINEAR, HybridOptions
-from .token_gates import SigmoidGate, hidden_size_of, scaled  # of the delta rule
+from .token_gates import SigmoidGate  # of the delta rule
+from .token_gates import hidden_size_of, scaled
 from .window import ORDINARY, Line, WindowAttention, WindowState
 
 
@@ -80,6 +87,9 @@ class HybridAttention(HybridOptions, WindowAttention):
             self._add_linear(settings, shape)
         else:
             self._add_rule(settings, shape)
+        self.num_exact_keys, self.score_projection = settings["num_exact_keys"], None
+        if self.num_exact_keys:
+            self._add_exact_keys(shape)
         self.joins_at_once = True  # False: the operators of the parts run one by one, so that `mix` sees them
         self.uses_far = True  # False leaves window and sinks only, to measure what the far keys contribute
 
@@ -91,6 +101,14 @@ class HybridAttention(HybridOptions, WindowAttention):
         decay = decay_of(settings, shape)
         self.decay = decay if isinstance(decay, LearnedDecay) else None
         self.keeps_positions = self.shift is not None
+
+    def _add_exact_keys(self, shape: LayerShape) -> None:
+        self.score_projection = nn.Parameter(torch.empty(shape.num_key_value_heads, hidden_size_of(shape)))
+        self.needs_gates = True
+        # Of a key farther away than the trained length, the logit is that at this distance, as with sinks.
+        self.to_kept = RotaryShift(shape.rotary) if shape.rotary and self.trained_length else None
+        self.keeps_positions = self.keeps_positions or self.to_kept is not None
+        self.needs_positions = self.needs_positions or self.keeps_positions
 
     def _add_rule(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
         self.rule = DeltaRule(
@@ -113,17 +131,27 @@ class HybridAttention(HybridOptions, WindowAttention):
         if self.rule is not None:
             self.rule.reset_parameters(self.generator(draw=1))
             self.share.reset_parameters()
+        if self.score_projection is not None:
+            init.zeros_(self.score_projection)
 
     def gates(self, hidden_states: Tensor) -> Tensor:
-        """What the delta rule takes, and its share of the output of each query head; see `DeltaRule.gates`."""
+        """What the delta rule takes, and its share of the output of each query head; see `DeltaRule.gates`.
+
+        With exact keys, the scores `[B, N, Hkv]` of the keys.
+        """
+        if self.score_projection is not None:
+            hidden = scaled(hidden_states)
+            return F.linear(hidden, with_dtype(self.score_projection, hidden.dtype))
         return torch.cat((self.rule.gates(hidden_states), self.share(scaled(hidden_states))), dim=-1)
 
     def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """Window, sinks and far keys; see `AttentionMechanism.forward` and `gates`.
 
         Raises:
-            ValueError: with a delta rule, without gates or in the bidirectional form.
+            ValueError: with a delta rule, without gates or in the bidirectional form; with exact keys, without gates.
         """
+        if self.num_exact_keys and inputs.gates is None:
+            raise ValueError("`num_exact_keys` needs `gates`; compute them with the method of that name.")
         if self.rule is None:
             return super().forward(inputs, state)
         if inputs.gates is None or not inputs.is_causal:
@@ -143,12 +171,14 @@ class HybridAttention(HybridOptions, WindowAttention):
         return output, (sums, *(rest or ()))
 
     def _step_in_rows(self, inputs: MechanismInputs, states: State) -> Tensor | None:
-        found = self._step(inputs, WindowState(*states)) if self.has_sums else None
+        found = self._step(inputs, self.read(states)) if self.has_sums else None
         return None if found is None else found[0]
 
     def _step(self, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State] | None:
         """`_attend_causally` for one token in few operations, because at this size the overhead of each dominates."""
         if not self.has_sums or self.alibi is not None or not self.uses_far or torch.is_grad_enabled():
+            return None
+        if self.num_exact_keys:
             return None
         found = implemented("hybrid_step", self, inputs, old)
         if found is not None or inputs.rows is not None:
@@ -202,26 +232,142 @@ class HybridAttention(HybridOptions, WindowAttention):
     def parts_behind(
         self, inputs: MechanismInputs, line: Line, mask: Tensor, sums: Tensor | None = None
     ) -> tuple[list[Part], Tensor | None]:
-        """One part for the far keys; see `WindowAttention.parts_behind`."""
+        """One part for the far keys, and then one for the exact ones; see `WindowAttention.parts_behind`."""
         if not self.has_sums:
             return [], None
-        decay, scaling = self.decay or self.alibi, inputs.scaling
-        query, key, value = accumulated(inputs.query), line.key, line.value
+        if self.num_exact_keys:
+            return self._parts_with_exact_keys(inputs, line, mask, sums)
+        key = line.key
         if self.shift is not None:
-            positions, place = cast(Tensor, inputs.positions), cast(Tensor, line.position)
-            query, key = self.shift(query, -positions), self.shift(accumulated(key), -place)
-        options: dict[str, Any] = {"is_causal": True, "state": sums, "log_decay": None if decay is None else decay()}
-        fuses = makes_features(query, key, value, mask, self.feature_map.num_features)
+            key = self.shift(accumulated(key), -cast(Tensor, line.position))
+        part, sums = self._far_part(inputs, key, line.value, mask, sums)
+        return [part], sums
+
+    def _far_part(
+        self,
+        inputs: MechanismInputs,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        sums: Tensor | None,
+        age: Tensor | None = None,
+    ) -> tuple[Part, Tensor]:
+        """The part of far keys, which the feature map sees as they are, and the sums after them.
+
+        `age [B, Hkv, N, 1]` says for how many tokens a key has faded when it comes.
+        """
+        decay, scaling, query = self.decay or self.alibi, inputs.scaling, accumulated(inputs.query)
+        if self.shift is not None:
+            query = self.shift(query, -cast(Tensor, inputs.positions))
+        log_decay = None if decay is None else decay()
+        options: dict[str, Any] = {"is_causal": True, "state": sums, "log_decay": log_decay}
+        fuses = age is None and makes_features(query, key, value, mask, self.feature_map.num_features)
         kernel_map = self.feature_map.kernel_map(scaling) if fuses else None
         if kernel_map is None:
             query, key = self.feature_map.forward_queries(query, scaling), self.feature_map.forward_keys(key, scaling)
+        if age is not None and log_decay is not None:
+            key = key + log_decay.to(key.dtype)[:, None, None] * age
         scale: Any  # not None, because the features are given as logarithms
         kernel_map = kernel_map or KernelMap(EXP)
         output, denominator, scale, sums = map_attention(kernel_map, query, key, value, key_mask=mask, **options)
         output = output.transpose(1, 2).unflatten(1, denominator.shape[1:3])
         if self.alibi is not None:  # the sums count the decay from the end of the window
             scale = scale + self.window_size * self.alibi().to(scale.dtype)[:, None, None, None]
-        return [(output, log_size(denominator, scale))], sums
+        return (output, log_size(denominator, scale)), cast(Tensor, sums)
+
+    def read(self, state: State) -> WindowState:
+        """The state from its tensors; with exact keys, `sums` are those of the far keys and then `Kept`."""
+        if not self.num_exact_keys:
+            return super().read(state)
+        count = len(Kept._fields) + self.keeps_positions
+        return WindowState(state[:count], *state[count:-1], score=state[-1])
+
+    def key_scores(self, gates: Tensor, position: Tensor) -> Tensor:
+        """What decides which keys are kept, `[B, Hkv, N]` in float32, of `gates [B, N, Hkv]`.
+
+        `position [B, N]` counts the tokens of each sequence from 1.
+        """
+        return gates.float().transpose(1, 2)
+
+    def scores(self, inputs: MechanismInputs, position: Tensor) -> Tensor | None:
+        """`key_scores` as the line has them; see `WindowAttention.scores`."""
+        if not self.num_exact_keys:
+            return None
+        return self.key_scores(cast(Tensor, inputs.gates), position).unsqueeze(-1)
+
+    def _parts_with_exact_keys(
+        self, inputs: MechanismInputs, line: Line, mask: Tensor, sums: Any
+    ) -> tuple[list[Part], Any]:
+        """`parts_behind` with those that the exact keys displace in place of those that leave the window."""
+        count, numbers = self.num_exact_keys, inputs.attention_mask if inputs.is_packed else None
+        real, heads = mask > 0, line.key.shape[1]
+        far_sums, kept = (None, None) if sums is None else (sums[0], Kept(*sums[1:]))
+        kept = kept or Kept.nothing(line.key, line.value, count, self.keeps_positions)
+        order = real.cumsum(dim=1)[:, None, :, None].expand(-1, heads, -1, -1).int()
+        position = None
+        if line.position is not None:
+            position = line.position[:, None, :, None].expand_as(order).int()
+        score = cast(Tensor, line.score).masked_fill(~real[:, None, :, None], NEVER)
+        # Ages become the order of leaving, which does not change.
+        keys = kept._replace(age=-kept.age).followed_by(Kept(line.key, line.value, score, order, position))
+        part, displaced, is_displaced, last = self._exact_part(inputs, keys, real, numbers)
+        taken, far = keys.at(displaced), is_displaced[:, 0]
+        age = (order - taken.age).masked_fill(~far[:, None, :, None], 0)
+        key = taken.key
+        if self.shift is not None:
+            key = self.shift(accumulated(key), -cast(Tensor, taken.position).squeeze(-1))
+        mask = far if numbers is None else torch.where(far, numbers, -numbers)
+        far_part, far_sums = self._far_part(inputs, key, taken.value, mask, far_sums, age)
+        return [far_part, part], (far_sums, *(x for x in last._replace(age=order[:, :, -1:] - last.age) if x is not None))
+
+    def _exact_part(
+        self, inputs: MechanismInputs, keys: Kept, real: Tensor, numbers: Tensor | None
+    ) -> tuple[Part, Tensor, Tensor, Kept]:
+        """The part of the kept keys, which of `keys` each query's new key displaces, whether one, and what is kept then.
+
+        `keys` are M that were kept, and then those that leave the window before each query.
+        """
+        count, (batch, heads, total, _) = self.num_exact_keys, keys.score.shape
+        places = torch.arange(total, dtype=torch.long, device=real.device).expand(batch, heads, -1)
+        own = None
+        if numbers is not None:
+            own = F.pad(torch.where(real, numbers, 0), (count, 0))[:, None].expand(-1, heads, -1)
+        held, results = places[..., :count], []
+        for steps in chunks_of(total - count):
+            found = torch.cat((held, places[..., count + steps.start : count + steps.stop]), dim=2)
+            score = keys.score.squeeze(-1).gather(2, found)
+            of_keys = None if own is None else own.gather(2, found)
+            packed = None if numbers is None or of_keys is None else (of_keys, numbers[:, steps])
+            choice = choose(score, found, count, packed)
+            results.append((*self._kept_part(inputs, keys.at(choice.places), choice.kept, steps), *choice[2:]))
+            if numbers is not None and of_keys is not None:
+                following = numbers[:, min(steps.stop, total - count - 1)]
+                score = score.masked_fill(of_keys != following[:, None, None], NEVER)
+            kept = kept_after(score, count)
+            held, score = found.gather(2, kept), score.gather(2, kept)
+        output, size, displaced, is_displaced = (torch.cat(x, dim=x[0].ndim - n) for x, n in zip(zip(*results), (2, 2, 1, 1)))
+        return (output, size), displaced, is_displaced, keys.at(held)._replace(score=score.unsqueeze(-1))
+
+    def _kept_part(self, inputs: MechanismInputs, keys: Kept, kept: Tensor, steps: slice) -> Part:
+        """The part of the keys `kept [B, Hkv, C, n]` for the queries `steps`."""
+        heads, query, positions = keys.key.shape[1], inputs.query[:, :, steps], inputs.positions
+        far = None
+        move = None if positions is None else self._move_to_kept(positions[:, steps])
+        if move is not None and self.to_kept is not None:
+            place = cast(Tensor, keys.position).squeeze(-1)
+            gap = cast(Tensor, positions)[:, None, steps, None] - place.unsqueeze(2)
+            moved = self.to_kept(query, move).unflatten(1, (heads, -1)), self.to_kept(keys.key, -place)
+            far = *moved, gap >= cast(int, self.trained_length)
+        return part_of(query.unflatten(1, (heads, -1)), keys, kept, inputs.scaling, far)
+
+    def _move_to_kept(self, positions: Tensor) -> Tensor | None:
+        """By how many positions queries move to the trained length; None if none is beyond it."""
+        if self.to_kept is None or self.trained_length is None:
+            return None
+        last = self.trained_length - 1
+        if positions.device.type == "cpu" and is_eager(positions) and int(positions.max()) <= last:
+            return None
+        return last - positions
 
     def sums_behind(self, inputs: MechanismInputs, line: Line, mask: Tensor, sums: Tensor | None) -> Tensor | None:
         """The sums of `parts_behind` alone."""
@@ -239,11 +385,15 @@ class HybridAttention(HybridOptions, WindowAttention):
     ) -> tuple[Tensor, Tensor | None] | None:
         if not self.has_sums or self.alibi is not None or not self.uses_far or not self.joins_at_once:
             return None
+        if self.num_exact_keys:
+            return None
         return implemented("hybrid", self, inputs, line, sinks, seen, sums)
 
     def _joined(self, exact: Part, behind: list[Part], largest: Tensor, inputs: MechanismInputs) -> Tensor:
         if not self.uses_far or not self.has_sums:
             return exact[0]
+        if self.num_exact_keys:
+            exact, behind = join(exact, behind[-1]), behind[:-1]
         norm = half_squared_norm(inputs.query, inputs.scaling).unflatten(1, (exact[0].shape[1], -1))
         return self.mix(exact, behind, largest, norm)
 

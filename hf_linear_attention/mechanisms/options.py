@@ -573,6 +573,15 @@ class HybridOptions(WindowOptions):
             choices=("joint", "window_maximum"),
             needs={"far": (LINEAR,)},
         ),
+        "num_exact_keys": Option(
+            int,
+            0,
+            "the number M of keys behind the window, of each key/value head, that stay exact: those with the largest "
+            "learned scores; decoders only",
+            minimum=0,
+            maximum=MOST_KEYS,
+            needs={"far": (LINEAR,), "normalization": ("joint",)},
+        ),
         "decay": replace(
             DECAY_OPTION,
             help=f"{DECAY_OPTION.help}; the factor of `gated_delta` follows from the hidden state of each token",
@@ -582,7 +591,9 @@ class HybridOptions(WindowOptions):
 
     @classmethod
     def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
-        """The delta rule runs forwards and knows no slopes, and its output is no mean of values."""
+        """The delta rule and exact keys run forwards and know no slopes; the delta rule's output is no mean of values."""
+        if settings["num_exact_keys"] and capability in ("bidirectional", "alibi"):
+            return f"with `num_exact_keys` = {settings['num_exact_keys']} has no {capability} form"
         if settings["far"] != LINEAR and capability in ("bidirectional", "alibi", "constants"):
             return f"with `far` = `{settings['far']}` has no {capability} form"
         return super().obstacle(capability, settings)

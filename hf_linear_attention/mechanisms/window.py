@@ -65,12 +65,14 @@ class Line(NamedTuple):
     value: Tensor
     kind: Tensor
     position: Tensor | None  # None if the mechanism keeps no positions
+    score: Tensor | None = None  # [B, Hkv, L, 1], of mechanisms with exact keys behind the window
 
     def map(self, function: Callable[[Tensor, int], Tensor]) -> Line:
         """`function(tensor, axis of the slots)` of each tensor."""
-        key, value, kind, position = self
+        key, value, kind, position, score = self
         position = None if position is None else function(position, 1)
-        return Line(function(key, 2), function(value, 2), function(kind, 1), position)
+        score = None if score is None else function(score, 2)
+        return Line(function(key, 2), function(value, 2), function(kind, 1), position, score)
 
     def padded(self, left: int, right: int) -> Line:
         """The line with empty slots at both ends."""
@@ -82,7 +84,8 @@ class Line(NamedTuple):
         if self.position is not None and new.position is not None:
             position = torch.cat((self.position, new.position), dim=1)
         key, value = (torch.cat(pair, dim=2) for pair in zip(self[:2], new[:2]))
-        line = Line(key, value, torch.cat((self.kind, new.kind), dim=1), position)
+        score = None if self.score is None or new.score is None else torch.cat((self.score, new.score), dim=2)
+        line = Line(key, value, torch.cat((self.kind, new.kind), dim=1), position, score)
         if not is_padded:
             return line
         place = real_first(line.kind == EMPTY)  # so that the last w tokens are the window
@@ -148,7 +151,8 @@ class WindowState(NamedTuple):
     Keys are kept with their rotary position applied. A state is stored without what is None.
     """
 
-    sums: Tensor | None  # [B, Hkv, F, D + 2]: S, Z and m of the tokens behind the window, if a mechanism has any
+    # [B, Hkv, F, D + 2]: S, Z and m of the tokens behind the window, if a mechanism has any; before what else it has
+    sums: Tensor | State | None
     key: Tensor  # [B, Hkv, w, D]
     value: Tensor  # [B, Hkv, w, D]
     kind: Tensor  # [B, w] int8: EMPTY, ORDINARY or SINK
@@ -156,12 +160,13 @@ class WindowState(NamedTuple):
     sink_value: Tensor  # [B, Hkv, s, D]
     num_seen: Tensor  # [B, 1] int64: real tokens so far
     position: Tensor | None = None  # [B, w] int32, if keys that leave the window have to be moved
+    score: Tensor | None = None  # [B, Hkv, w, 1] float32, if few keys behind the window are kept
 
     @property
     def stored(self) -> State:
         """The tensors in their order."""
-        tensors: Any = self if self.sums is not None else self[1:]
-        return tuple(tensors if self.position is not None else tensors[:-1])
+        sums: Any = self.sums if isinstance(self.sums, tuple) else (self.sums,)
+        return tuple(tensor for tensor in (*sums, *self[1:]) if tensor is not None)
 
 
 Slots = tuple[Line, Line, tuple[Tensor, ...], Tensor, Tensor | None, Tensor]
@@ -176,6 +181,7 @@ class WindowAttention(WindowOptions, AttentionMechanism):
     has_sums = keeps_positions = False
     # Whether the largest logit of the exact keys cancels, so that it needs no gradient.
     is_scale_constant = True
+    num_exact_keys = 0  # that are kept behind the window
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
         super().__init__(settings, shape)
@@ -203,7 +209,7 @@ class WindowAttention(WindowOptions, AttentionMechanism):
             return attend_both_ways(self, inputs), None  # of encoders
         old = None
         if state:
-            old = WindowState(*state) if self.has_sums else WindowState(None, *state)
+            old = self.read(state)
             if inputs.attention_mask is None and query.shape[2] == 1:
                 step = self._step(inputs, old)
                 if step is not None:
@@ -216,9 +222,22 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         mask = inputs.attention_mask.gather(1, places)
         positions = None if inputs.positions is None else inputs.positions.gather(1, places)
         inputs = inputs._replace(query=query, key=key, value=value, attention_mask=mask, positions=positions)
+        if self.num_exact_keys and inputs.gates is not None:
+            inputs = inputs._replace(gates=gather_tokens(inputs.gates.unsqueeze(1), places).squeeze(1))
         output, new = self._attend_causally(inputs, old)
         output = gather_tokens(output.masked_fill((mask <= 0)[:, None, :, None], 0.0), inverse_order(places))
         return with_dtype(output.transpose(1, 2), query.dtype), new.stored
+
+    def read(self, state: State) -> WindowState:
+        """The state from its tensors."""
+        return WindowState(*state) if self.has_sums else WindowState(None, *state)
+
+    def scores(self, inputs: MechanismInputs, position: Tensor) -> Tensor | None:
+        """What decides which keys are kept behind the window, `[B, Hkv, N, 1]`; None if none is.
+
+        `position [B, N]` counts the tokens of each sequence from 1.
+        """
+        return None
 
     def _refuse_numbers(self, is_causal: bool, state: State | None) -> None:
         """Refuse packed sequences where they are not supported.
@@ -245,7 +264,8 @@ class WindowAttention(WindowOptions, AttentionMechanism):
             query, key, value = (F.pad(x, (0, 0, 0, 1)) for x in inputs[:3])
             mask = torch.zeros(key.shape[0], 1, dtype=torch.bool, device=key.device)
             positions = None if inputs.positions is None else F.pad(inputs.positions, (0, 1))
-            padded = MechanismInputs(query, key, value, mask, inputs.scaling, True, positions)
+            gates = None if inputs.gates is None else F.pad(inputs.gates, (0, 0, 0, 1))
+            padded = MechanismInputs(query, key, value, mask, inputs.scaling, True, positions, gates)
             state = WindowAttention.forward(self, padded)[1]
         return output.transpose(1, 2), state if inputs.is_causal else None
 
@@ -270,7 +290,7 @@ class WindowAttention(WindowOptions, AttentionMechanism):
             kind = torch.where(F.pad(numbers, (w, 0))[:, -w:] == numbers[:, -1:], last.kind, EMPTY).to(torch.int8)
             last = last._replace(kind=kind)
             sinks = tuple((x * seen[:, None, :, :, None])[:, :, length - 1 :].sum(dim=2) for x in sinks)
-        kept = WindowState(sums, last.key, last.value, last.kind, sinks[0], sinks[1], num_seen, last.position)
+        kept = WindowState(sums, last.key, last.value, last.kind, sinks[0], sinks[1], num_seen, *last[3:])
         return output, kept
 
     def _slots(self, inputs: MechanismInputs, old: WindowState | None) -> Slots:
@@ -292,9 +312,9 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         if old is not None:
             position, first = position + old.num_seen, first - old.num_seen
         placed = inputs.positions if self.keeps_positions else None
-        line = Line(inputs.key, inputs.value, kind_of(mask, position, self.num_sinks), placed)
+        line = Line(inputs.key, inputs.value, kind_of(mask, position, self.num_sinks), placed, self.scores(inputs, position))
         if old is not None:
-            line = Line(old.key, old.value, old.kind, old.position).followed_by(line, mask is not None)
+            line = Line(old.key, old.value, old.kind, old.position, old.score).followed_by(line, mask is not None)
         sinks, seen = self._sinks(inputs, position, first, old)
         last, num_seen = line.last(self.window_size), position[:, -1:]
         return line._replace(kind=line.kind == ORDINARY), last, sinks, seen, position, num_seen
@@ -307,7 +327,9 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         (batch, _, length, _), w, s, device = inputs.key.shape, self.window_size, self.num_sinks, inputs.key.device
         first = min(s, length)
         ordinary = F.pad(torch.ones(batch, length - first, dtype=torch.bool, device=device), (first, 0))
-        line = Line(inputs.key, inputs.value, ordinary, inputs.positions if self.keeps_positions else None)
+        placed = inputs.positions if self.keeps_positions else None
+        place = torch.arange(1, length + 1, dtype=torch.long, device=device)[None]
+        line = Line(inputs.key, inputs.value, ordinary, placed, self.scores(inputs, place))
         kind = inputs.key.new_full((batch, w), ORDINARY, dtype=torch.int8)
         if length < w + s:  # some slots of the window hold a sink or are empty
             kind[:, : max(0, w - length + first)] = SINK
@@ -317,9 +339,10 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         place = None if line.position is None else F.pad(line.position, (w - length, 0)).contiguous()
         sinks = tuple(F.pad(x, (0, 0, 0, s - length)) for x in (inputs.key, inputs.value))
         seen = torch.ones(batch, length, s, dtype=torch.bool, device=device).tril()
-        position = None if self.alibi is None else torch.arange(1, length + 1, dtype=torch.long, device=device)[None]
+        position = None if self.alibi is None else place
         num_seen = torch.full((batch, 1), length, dtype=torch.long, device=device)
-        return line, Line(key, value, kind, place), sinks, seen, position, num_seen
+        score = None if line.score is None else F.pad(line.score, (0, 0, w - length, 0)).contiguous()
+        return line, Line(key, value, kind, place, score), sinks, seen, position, num_seen
 
     def _sinks(
         self, inputs: MechanismInputs, position: Tensor, first: Tensor, old: WindowState | None

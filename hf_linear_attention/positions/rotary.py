@@ -36,13 +36,14 @@ class RotaryShift:
         self.rotary, self.first = rotary, first
 
     def __call__(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """`x [B, heads, N, D]` moved by `tokens` positions (integers `[B, N]`, positive to the right)."""
+        """`x [B, heads, N, D]` moved by `tokens` positions (integers `[B, N]` or `[B, heads, N]`, positive: right)."""
         half, first = len(self.rotary.inverse_frequencies), self.first
         if first >= half:
             return x
         slow = self.rotary.inverse_frequencies[first:]
         frequencies = torch.tensor(slow, dtype=torch.float32, device=x.device)
-        angle = (tokens.unsqueeze(-1).to(frequencies.dtype) * frequencies).unsqueeze(1)  # [B, 1, N, frequencies]
+        tokens = tokens if tokens.ndim == 3 else tokens.unsqueeze(1)
+        angle = tokens.unsqueeze(-1).to(frequencies.dtype) * frequencies  # [B, 1 or heads, N, frequencies]
         dtype = torch.promote_types(x.dtype, torch.float32)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         if self.rotary.is_interleaved:
@@ -71,8 +72,8 @@ class RotaryShift:
 
 def needs_rotary(settings: Mapping[str, Any]) -> bool:
     """Whether a mechanism with these settings has to know how its layers rotate queries and keys."""
-    clamps_sinks = settings.get("trained_length") is not None and bool(settings.get("num_sinks"))
-    return clamps_sinks or settings.get("rope", "before_map") != "before_map"
+    clamps = bool(settings.get("num_sinks") or settings.get("num_exact_keys"))
+    return (clamps and settings.get("trained_length") is not None) or settings.get("rope", "before_map") != "before_map"
 
 
 def rotary_of(settings: Mapping[str, Any]) -> dict[int, Rotary]:

@@ -68,6 +68,14 @@ MECHANISM_ROWS = {
         "feature_map": "hedgehog",
         "normalization": "window_maximum",
     },
+    "hybrid-exact-keys": {
+        "mechanism": "hybrid",
+        "window_size": 4,
+        "num_sinks": 1,
+        "num_features": 12,
+        "num_exact_keys": 5,
+        "decay": "learned",
+    },
     "hybrid-delta": {
         "mechanism": "hybrid",
         "window_size": 5,

@@ -183,14 +183,24 @@ def joint(mechanism, query, key, value, mask, is_causal, scaling):
     if "window_weight" in mix:
         options["window_factor"] = mix["window_weight"].sigmoid()
 
+    count = mechanism.num_exact_keys
+
     def compute(*parts):
+        parts, scores = (parts[:-1], parts[-1].squeeze(-1)) if count else (parts, None)
+        if scores is not None:
+            kept = reference.kept_keys(scores, mechanism.window_size, mechanism.num_sinks, count)
+            options["kept"] = reference.repeat_heads(kept, parts[0].shape[1])
         if "far_log_scale" in mix:
             norm = parts[0].double().square().sum(-1, keepdim=True) * scaling / 2
             scale, weight = (mix[name][:, None, None] for name in ("far_log_scale", "query_norm_weight"))
             options["far_log_scale"] = scale - weight * norm
         return reference.hybrid(*parts, scaling, mechanism.window_size, mechanism.num_sinks, **options)
 
-    return without_padding(compute, mask, query, key, value, *features)
+    scores = ()
+    if count:
+        hidden = hidden_states_of(key).float() / math.sqrt(mechanism.shape.hidden_size)
+        scores = ((hidden @ mechanism.score_projection.float().T).transpose(1, 2).unsqueeze(-1),)
+    return without_padding(compute, mask, query, key, value, *features, *scores)
 
 
 def window(mechanism, query, key, value, mask, is_causal, scaling):

@@ -5,6 +5,7 @@ Axes: B batch, H query heads, Hkv key/value heads, N queries, S keys, D head dim
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -179,14 +180,15 @@ def linformer(query, key, value, key_projection, value_projection, scaling: floa
 
 def hybrid(
     query, key, value, query_features, key_features, scaling, window_size, num_sinks, *, far_log_scale=None,
-    window_factor=None, log_decay=None, alibi=None, is_causal=True, trained_length=None
+    window_factor=None, log_decay=None, alibi=None, is_causal=True, trained_length=None, kept=None
 ):  # fmt: skip
     """Exact logits near by, logarithms of kernel weights far away, for one unpadded input.
 
     Near are tokens less than `window_size` away and the first `num_sinks`, which in the bidirectional form also see
     everything exactly; features are logarithms. With `log_decay [H]` a far key loses that much for every token since it
     left the window; with `alibi [H]` (negative slopes) every key loses that much for every token. In the
-    bidirectional form, far keys weigh trained_length / N of that in an input of N tokens, if it is less than 1. One of
+    bidirectional form, far keys weigh trained_length / N of that in an input of N tokens, if it is less than 1. `kept`,
+    bool `[B, H, N, N]`, are further keys that a query sees exactly. One of
 
         far_log_scale  `[B, H, N, 1]`: one softmax over exact logits and far logarithms plus this
         window_factor  `[H]`: LoLCATs 2024, equation 7, one denominator with the near maximum taken out of near keys
@@ -208,6 +210,8 @@ def hybrid(
     near = (distance < window_size) | (position < num_sinks)
     if not is_causal:
         near = near | (position < num_sinks)[:, None]
+    if kept is not None:
+        near = near | kept
     if far_log_scale is not None:
         return attend(torch.where(near, exact, far + far_log_scale), value, is_causal=is_causal)
     visible = torch.ones(length, length, dtype=torch.bool)
@@ -217,6 +221,16 @@ def hybrid(
     stabilised = (near_logits - near_logits.amax(dim=-1, keepdim=True)).exp() * window_factor.double()[:, None, None]
     weights = stabilised + far_logits.exp()
     return weights / weights.sum(dim=-1, keepdim=True) @ value
+
+
+def kept_keys(scores, window_size: int, num_sinks: int, count: int):
+    """Bool `[B, Hkv, N, N]`: for each query, the `count` largest of `scores [B, Hkv, N]` behind window and sinks."""
+    kept = torch.zeros(*scores.shape, scores.shape[2], dtype=torch.bool)
+    for row, head, query in itertools.product(*map(range, scores.shape)):
+        behind = range(num_sinks, query - window_size + 1)
+        best = sorted(behind, key=lambda place: (-scores[row, head, place].item(), place))[:count]
+        kept[row, head, query, best] = True
+    return kept
 
 
 def nystrom(query, key, value, num_landmarks: int, iterations: int, scaling: float, conv_weight=None):

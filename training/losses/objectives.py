@@ -16,6 +16,7 @@ A new objective needs a class like those in `objectives.py`, a row in `OBJECTIVE
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.special_tokens import special_token
 from hf_linear_attention.attention.layer import LinearizedCrossAttention
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
+from hf_linear_attention.mechanisms.window import within_sequences
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch, aligned_labels, count_units, token_weights
 from hf_linear_attention.training.data.packing import IGNORED
@@ -211,7 +213,30 @@ class AttentionTransfer(Objective):
         """Sum over the units of the mean error of the heads, for each entry of `student.attention`."""
         weights = [query_weights(seen, batch) for seen in student.attention]
         errors = torch.stack([self.error(seen, w > 0) for seen, w in zip(student.attention, weights, strict=True)])
-        return (errors.mean(dim=2) * weights[0].sum(-1)).sum(-1)  # of [layers, B, H]; all layers weigh a row alike
+        # No error has a gradient in the scores of keys, because they only choose; their own is not part of the value.
+        scores = torch.stack([score_error(seen, w) for seen, w in zip(student.attention, weights)])
+        scores = scores - scores.detach()
+        return (errors.mean(dim=2) * weights[0].sum(-1)).sum(-1) + scores  # of [layers, B, H]; layers weigh a row alike
+
+
+def score_error(seen: ObservedAttention, weights: Tensor) -> Tensor:
+    """Cross-entropy between the softmax weights of the keys behind the window and the softmax of their scores.
+
+    It is the mean over sampled queries, in proportion to their weight behind the window, and over heads, times the sum
+    of the tokens' `weights` [B, N]; 0 without scores. So the largest scores belong to the keys that later queries look
+    for most.
+    """
+    mechanism: Any = seen.module.linear_attention
+    if not getattr(mechanism, "num_exact_keys", 0):
+        return weights.new_zeros((), dtype=torch.float32)
+    sample = SampledQueries.of(seen)
+    with torch.no_grad():
+        target = sample.logits.masked_fill(~sample.visible[:, None, None], float("-inf")).softmax(-1).mean(2)
+        counted = ((weights > 0) & sample.real)[:, sample.chosen]
+        target = target * (sample.far & counted.unsqueeze(-1))[:, None]
+    scores = sample.scores.unsqueeze(2).masked_fill(~sample.far[:, None], torch.finfo(torch.float32).min / 2)
+    entropy = -(target * scores.log_softmax(-1)).sum(dim=(2, 3)) / target.sum(dim=(2, 3)).clamp(min=1e-6)
+    return (entropy.mean(1) * weights.sum(1)).sum()
 
 
 def query_weights(seen: ObservedAttention, batch: Batch) -> Tensor:
@@ -301,16 +326,15 @@ class FarShare(Objective):
 
 
 def _layer_total(seen: ObservedAttention, weights: Tensor) -> Tensor:
-    odds, mask = seen.far_log_odds, seen.inputs.key_mask
+    odds = seen.far_log_odds
     if odds is None:
         return weights.new_zeros((), dtype=torch.float32)
-    length = odds.shape[2]
-    real = torch.ones_like(weights, dtype=torch.bool) if mask is None else mask
-    place = real.long().cumsum(1) - 1  # the number of real tokens before a token
-    chosen = torch.arange(0, length, -(-length // MOST_QUERIES), device=odds.device)
+    sample = SampledQueries.of(seen)
+    real, chosen = sample.real, sample.chosen
     # The mechanism moves real tokens to the right end.
-    moved = (place + length - real.sum(1, keepdim=True))[:, None, chosen].clamp(min=0).expand(-1, odds.shape[1], -1)
-    divergence = share_divergence(softmax_log_odds(seen, place, real, chosen), odds.gather(2, moved).float())
+    moved = (sample.place + odds.shape[2] - real.sum(1, keepdim=True))[:, None, chosen].clamp(min=0)
+    target = softmax_log_odds(sample)
+    divergence = share_divergence(target, odds.gather(2, moved.expand(-1, odds.shape[1], -1)).float())
     counted = ((weights > 0) & real)[:, chosen].float()
     per_row = (divergence.mean(1) * counted).sum(1) / counted.sum(1).clamp(min=1)
     return (per_row * weights.sum(1)).sum()
@@ -329,23 +353,67 @@ def share_divergence(target: Tensor, odds: Tensor) -> Tensor:
     return (terms[0] + terms[1]).masked_fill(~finite, 0.0)
 
 
-@torch.no_grad()
-def softmax_log_odds(seen: ObservedAttention, place: Tensor, real: Tensor, chosen: Tensor) -> Tensor:
-    """What `ObservedAttention.far_log_odds` is in softmax attention, for some queries: `[B, H, n]`.
+@dataclass(frozen=True)
+class SampledQueries:
+    """Queries of a layer of `hybrid` at equal distances, at most MOST_QUERIES of a sequence, and all of its keys.
 
-    Args:
-        place: `[B, N]`, the number of real tokens before each.
-        real: bool `[B, N]`, False at padding.
+    Attributes:
         chosen: `[n]`, the queries.
+        place: `[B, N]`, the number of real tokens of its sequence before each.
+        real: bool `[B, N]`, False at padding.
+        logits: `[B, Hkv, G, n, N]`, those of softmax.
+        visible: bool `[B, n, N]`.
+        far: bool `[B, n, N]`, the visible keys behind window and sinks.
+        scores: `[B, Hkv, N]` of the keys, or None.
+        num_exact_keys: how many far keys of each head the mechanism keeps.
     """
-    mechanism: Any = seen.module.linear_attention
-    query, key = seen.inputs.query[:, :, chosen].float(), seen.inputs.key.float()
-    logits = seen.inputs.scaling * query.unflatten(1, (key.shape[1], -1)) @ key.unsqueeze(2).transpose(-1, -2)
-    gap = place[:, chosen, None] - place[:, None, :]
-    visible = (gap >= 0) & real[:, None, :]
-    near = (gap < mechanism.window_size) | (place[:, None, :] < mechanism.num_sinks)
-    far, near = (_log_sum(logits, mask[:, None, None]) for mask in (visible & ~near, visible & near))
-    return (far - near).flatten(1, 2)
+
+    chosen: Tensor
+    place: Tensor
+    real: Tensor
+    logits: Tensor
+    visible: Tensor
+    far: Tensor
+    scores: Tensor | None
+    num_exact_keys: int
+
+    @classmethod
+    def of(cls, seen: ObservedAttention) -> SampledQueries:
+        """Those of one call of a layer."""
+        mechanism: Any = seen.module.linear_attention
+        query, key, mask = seen.inputs.query, seen.inputs.key.float(), seen.inputs.attention_mask
+        length = query.shape[2]
+        numbers = torch.ones(query.shape[0], length, dtype=torch.long, device=query.device) if mask is None else mask
+        place = (within_sequences(numbers)[0] if seen.inputs.is_packed else numbers.long().cumsum(1)) - 1
+        chosen = torch.arange(0, length, -(-length // MOST_QUERIES), device=query.device)
+        with torch.no_grad():
+            rows = query[:, :, chosen].float().unflatten(1, (key.shape[1], -1))
+            logits = seen.inputs.scaling * rows @ key.unsqueeze(2).transpose(-1, -2)
+        gap = place[:, chosen, None] - place[:, None, :]
+        visible = (gap >= 0) & (numbers[:, chosen, None] == numbers[:, None]) & (numbers > 0)[:, None]
+        far = visible & (gap >= mechanism.window_size) & (place >= mechanism.num_sinks)[:, None]
+        count = getattr(mechanism, "num_exact_keys", 0)
+        scores = mechanism.key_scores(seen.inputs.gates, place + 1) if count else None
+        return cls(chosen, place, numbers > 0, logits, visible, far, scores, count)
+
+    @property
+    def kept(self) -> Tensor:
+        """The far keys that the mechanism keeps, bool `[B, 1 or Hkv, n, N]`."""
+        far = self.far[:, None]
+        if self.scores is None:
+            return torch.zeros_like(far)
+        scores = self.scores.detach().unsqueeze(2).masked_fill(~far, float("-inf"))
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.num_exact_keys]
+        return torch.zeros_like(scores, dtype=torch.bool).scatter(3, best, True) & far
+
+
+@torch.no_grad()
+def softmax_log_odds(sample: SampledQueries) -> Tensor:
+    """What `ObservedAttention.far_log_odds` is in softmax attention, for some queries: `[B, H, n]`."""
+    far = sample.far[:, None] & ~sample.kept
+    near = sample.visible[:, None] & ~far
+    odds = [_log_sum(sample.logits, mask.unsqueeze(2)) for mask in (far, near)]
+    return (odds[0] - odds[1]).flatten(1, 2)
 
 
 def _log_sum(logits: Tensor, mask: Tensor) -> Tensor:

@@ -89,7 +89,8 @@ def test_some_queries_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(far_share, "MOST_QUERIES", 20)
     found = far_share._layer_total(seen, weights)
     monkeypatch.setattr(far_share, "MOST_QUERIES", 40)
-    target = far_share.softmax_log_odds(seen, torch.arange(40)[None], weights.bool(), torch.arange(0, 40, 2))
+    sample = far_share.SampledQueries.of(seen)
+    target = far_share.softmax_log_odds(sample)[:, :, ::2]
     expected = share_divergence(target, seen.far_log_odds[:, :, ::2]).mean() * 40
     torch.testing.assert_close(found, expected)
 

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact attention to few keys behind a window: those with the M largest scores among all that have left it.
+
+Scores are given and do not change, so a key that has once been displaced never comes back, and what is kept after a
+token depends on nothing that follows it. Of two equal scores the earlier key has the larger one. Each key that leaves
+the window displaces one: another key that was kept, or itself.
+
+Axes: B batch, Hkv key/value heads, G query heads per key/value head, N keys that leave the window one by one, M kept
+keys, C steps of a chunk, D head dimension. Key t leaves the window before query t.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .blocks import EMPTY_MAXIMUM, accumulation_dtype
+from .window import Part
+
+
+# Steps whose kept keys are compared at once. All pairs of M + C keys and C queries are formed.
+CHUNK = 64
+NEVER = float("-inf")  # the score of a place without a key
+
+
+class Kept(NamedTuple):
+    """What is kept behind the window, in the order of its tokens; a place without a key has the score NEVER."""
+
+    key: Tensor  # [B, Hkv, M, D]
+    value: Tensor  # [B, Hkv, M, D]
+    score: Tensor  # [B, Hkv, M, 1] float32
+    age: Tensor  # [B, Hkv, M, 1] int32, keys that have left the window since this one
+    position: Tensor | None = None  # [B, Hkv, M, 1] int32, if keys have to be moved
+
+    @classmethod
+    def nothing(cls, key: Tensor, value: Tensor, count: int, has_position: bool) -> Kept:
+        """No keys, for new ones like `key` and `value`."""
+        (batch, heads), device = key.shape[:2], key.device
+        score = torch.full((batch, heads, count, 1), NEVER, dtype=torch.float32, device=device)
+        number = torch.zeros(batch, heads, count, 1, dtype=torch.int32, device=device)
+        keys = (x.new_zeros(batch, heads, count, x.shape[3]) for x in (key, value))
+        return cls(*keys, score, number, number.clone() if has_position else None)
+
+    def followed_by(self, new: Kept) -> Kept:
+        """Both, one behind the other."""
+        return Kept(*(None if b is None else torch.cat((a, b.to(a.dtype)), dim=2) for a, b in zip(self, new)))  # type: ignore[arg-type]
+
+    def at(self, places: Tensor) -> Kept:
+        """The keys at `places [B, Hkv, n]` of each head."""
+        places = places.unsqueeze(-1)
+        return Kept(*(None if x is None else x.gather(2, places.expand(-1, -1, -1, x.shape[3])) for x in self))  # type: ignore[arg-type]
+
+
+class Choice(NamedTuple):
+    """The keys of a chunk of C steps, by score, the largest first."""
+
+    places: Tensor  # [B, Hkv, M + C], among the kept ones and those that leave
+    kept: Tensor  # bool [B, Hkv, C, M + C], what each query sees
+    displaced: Tensor  # [B, Hkv, C], the place of the key that is displaced before each query
+    is_displaced: Tensor  # bool [B, Hkv, C], whether there is one
+
+
+def choose(score: Tensor, places: Tensor, count: int, numbers: tuple[Tensor, Tensor] | None = None) -> Choice:
+    """Which of the keys at `places` are kept at each of the steps of a chunk.
+
+    Args:
+        score: `[B, Hkv, M + C]`, of the M kept keys and then of those that leave the window at each step.
+        places: `[B, Hkv, M + C]`, what they are called.
+        count: M.
+        numbers: the packed sequences of the keys `[B, Hkv, M + C]` and of the queries `[B, C]`, or None. A key is kept
+            for its own sequence alone.
+    """
+    steps = score.shape[2] - count
+    score, order = score.sort(dim=2, descending=True, stable=True)
+    enters = order - count  # negative where a key was kept before the chunk
+    step = torch.arange(steps, dtype=torch.long, device=score.device)[:, None]
+    seen = (score > NEVER).unsqueeze(2) & (enters.unsqueeze(2) <= step)
+    if numbers is not None:
+        seen = seen & (numbers[0].gather(2, order).unsqueeze(2) == numbers[1][:, None, :, None])
+    rank = seen.cumsum(dim=3)
+    kept, is_new = seen & (rank <= count), enters.unsqueeze(2) == step
+    leaves = torch.where((kept & is_new).any(3, keepdim=True), rank == count + 1, is_new & ~kept) & seen
+    places = places.gather(2, order)
+    displaced = (leaves * places.unsqueeze(2)).sum(dim=3)
+    return Choice(places, kept, displaced, leaves.any(dim=3))
+
+
+def kept_after(score: Tensor, count: int) -> Tensor:
+    """The places of the `count` largest of `score [B, Hkv, n]`, in their order, `[B, Hkv, count]`."""
+    return score.sort(dim=2, descending=True, stable=True).indices[..., :count].sort(dim=2).values
+
+
+def part_of(
+    query: Tensor, keys: Kept, visible: Tensor, scaling: float, far: tuple[Tensor, Tensor, Tensor] | None
+) -> Part:
+    """Softmax attention to the keys that each query sees.
+
+    Args:
+        query: `[B, Hkv, G, C, D]`.
+        keys: n of them for each head.
+        visible: bool `[B, Hkv, C, n]`.
+        far: the queries and keys that are compared instead where the third, bool `[B, Hkv, C, n]`, is true; or None.
+    """
+    dtype, visible = accumulation_dtype(query), visible.unsqueeze(2)
+    logits = _logits(query, keys.key, scaling, dtype)
+    if far is not None:
+        logits = torch.where(far[2].unsqueeze(2), _logits(*far[:2], scaling, dtype), logits)
+    logits = logits.masked_fill(~visible, EMPTY_MAXIMUM)
+    largest = logits.detach().amax(dim=-1, keepdim=True).clamp(min=EMPTY_MAXIMUM / 2)
+    weights = (logits - largest).exp().masked_fill(~visible, 0.0)
+    total = weights.sum(dim=-1, keepdim=True)
+    is_empty = ~visible.any(dim=-1, keepdim=True)
+    output = weights @ keys.value.to(dtype).unsqueeze(2) / total.masked_fill(is_empty, 1.0)
+    size = (largest + total.masked_fill(is_empty, 1.0).log()).masked_fill(is_empty, EMPTY_MAXIMUM)
+    return output, size
+
+
+def _logits(query: Tensor, key: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    return (query.to(dtype) * scaling) @ key.to(dtype).unsqueeze(2).transpose(-1, -2)
+
+
+def chunks_of(length: int) -> list[slice]:
+    """The steps of each chunk."""
+    return [slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK)]
