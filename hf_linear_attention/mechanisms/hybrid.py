@@ -304,12 +304,12 @@ class HybridAttention(HybridOptions, WindowAttention):
         far_sums, kept = (None, None) if sums is None else (sums[0], Kept(*sums[1:]))
         kept = kept or Kept.nothing(line.key, line.value, count, self.keeps_positions)
         order = real.cumsum(dim=1)[:, None, :, None].expand(-1, heads, -1, -1).int()
-        position = None
-        if line.position is not None:
-            position = line.position[:, None, :, None].expand_as(order).int()
+        place = line.position
+        position = None if place is None else place[:, None, :, None].expand_as(order).int()
         score = cast(Tensor, line.score).masked_fill(~real[:, None, :, None], NEVER)
         # Ages become the order of leaving, which does not change.
-        keys = kept._replace(age=-kept.age).followed_by(Kept(line.key, line.value, score, order, position))
+        kept = kept._replace(age=1 - kept.age, score=kept.score.masked_fill(kept.age == 0, NEVER))
+        keys = kept.followed_by(Kept(line.key, line.value, score, order, position))
         part, displaced, is_displaced, last = self._exact_part(inputs, keys, real, numbers)
         taken, far = keys.at(displaced), is_displaced[:, 0]
         age = (order - taken.age).masked_fill(~far[:, None, :, None], 0)
@@ -318,7 +318,10 @@ class HybridAttention(HybridOptions, WindowAttention):
             key = self.shift(accumulated(key), -cast(Tensor, taken.position).squeeze(-1))
         mask = far if numbers is None else torch.where(far, numbers, -numbers)
         far_part, far_sums = self._far_part(inputs, key, taken.value, mask, far_sums, age)
-        return [far_part, part], (far_sums, *(x for x in last._replace(age=order[:, :, -1:] - last.age) if x is not None))
+        is_empty = last.score == NEVER
+        age = (order[:, :, -1:] - last.age + 1).masked_fill(is_empty, 0)
+        last = last._replace(score=last.score.masked_fill(is_empty, 0.0), age=age)
+        return [far_part, part], (far_sums, *(x for x in last if x is not None))
 
     def _exact_part(
         self, inputs: MechanismInputs, keys: Kept, real: Tensor, numbers: Tensor | None

@@ -58,9 +58,10 @@ def refuse_shape(name: str, shape: LayerShape, needed: str, settings: Mapping[st
             f"{name} is {needed} and has ALiBi, which linear attention honours in decoders only; keep such layers "
             "softmax (setting `layers`)."
         )
-    if shape.alibi_slopes is not None and not mechanism.supports("alibi", settings):
+    obstacle = mechanism.obstacle("alibi", settings)
+    if shape.alibi_slopes is not None and obstacle is not None:
         raise ValueError(
-            f"{name} has ALiBi positions, which `{settings['mechanism']}` does not support; use one of "
+            f"{name} has ALiBi positions, and `{settings['mechanism']}` {obstacle}; mechanisms that have one are "
             + ", ".join(f"`{able}`" for able, other in MECHANISMS.items() if other.supports_alibi)
             + "."
         )

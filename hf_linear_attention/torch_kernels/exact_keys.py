@@ -16,32 +16,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import EMPTY_MAXIMUM, accumulation_dtype
-from .window import Part
+from .blocks import EMPTY_MAXIMUM, accumulation_dtype, is_free
+from .window import Part, weights_of
 
 
 # Steps whose kept keys are compared at once. All pairs of M + C keys and C queries are formed.
 CHUNK = 64
-NEVER = float("-inf")  # the score of a place without a key
+NEVER = float("-inf")  # the score of a place without a key, in a choice
 
 
 class Kept(NamedTuple):
-    """What is kept behind the window, in the order of its tokens; a place without a key has the score NEVER."""
+    """What is kept behind the window, in the order of its tokens; zeros are places without a key."""
 
     key: Tensor  # [B, Hkv, M, D]
     value: Tensor  # [B, Hkv, M, D]
     score: Tensor  # [B, Hkv, M, 1] float32
-    age: Tensor  # [B, Hkv, M, 1] int32, keys that have left the window since this one
+    age: Tensor  # [B, Hkv, M, 1] int32, keys that have left the window since this one, with itself
     position: Tensor | None = None  # [B, Hkv, M, 1] int32, if keys have to be moved
 
     @classmethod
     def nothing(cls, key: Tensor, value: Tensor, count: int, has_position: bool) -> Kept:
         """No keys, for new ones like `key` and `value`."""
-        (batch, heads), device = key.shape[:2], key.device
-        score = torch.full((batch, heads, count, 1), NEVER, dtype=torch.float32, device=device)
-        number = torch.zeros(batch, heads, count, 1, dtype=torch.int32, device=device)
-        keys = (x.new_zeros(batch, heads, count, x.shape[3]) for x in (key, value))
-        return cls(*keys, score, number, number.clone() if has_position else None)
+        size = (*key.shape[:2], count)
+        keys = (x.new_zeros(*size, x.shape[3]) for x in (key, value))
+        number = key.new_zeros(*size, 1, dtype=torch.int32)
+        return cls(*keys, key.new_zeros(*size, 1, dtype=torch.float32), number, number.clone() if has_position else None)
 
     def followed_by(self, new: Kept) -> Kept:
         """Both, one behind the other."""
@@ -109,11 +108,10 @@ def part_of(
         logits = torch.where(far[2].unsqueeze(2), _logits(*far[:2], scaling, dtype), logits)
     logits = logits.masked_fill(~visible, EMPTY_MAXIMUM)
     largest = logits.detach().amax(dim=-1, keepdim=True).clamp(min=EMPTY_MAXIMUM / 2)
-    weights = (logits - largest).exp().masked_fill(~visible, 0.0)
-    total = weights.sum(dim=-1, keepdim=True)
-    is_empty = ~visible.any(dim=-1, keepdim=True)
-    output = weights @ keys.value.to(dtype).unsqueeze(2) / total.masked_fill(is_empty, 1.0)
-    size = (largest + total.masked_fill(is_empty, 1.0).log()).masked_fill(is_empty, EMPTY_MAXIMUM)
+    weights, is_empty = weights_of(logits - largest), ~visible.any(dim=-1, keepdim=True)
+    total = weights.sum(dim=-1, keepdim=True).masked_fill(is_empty, 1.0)
+    output = weights @ keys.value.to(dtype).unsqueeze(2) / total
+    size = (largest + total.log()).masked_fill(is_empty, EMPTY_MAXIMUM)
     return output, size
 
 
@@ -122,5 +120,7 @@ def _logits(query: Tensor, key: Tensor, scaling: float, dtype: torch.dtype) -> T
 
 
 def chunks_of(length: int) -> list[slice]:
-    """The steps of each chunk."""
+    """The steps of each chunk; a single one where the length is free, as in a graph for any."""
+    if is_free(length):
+        return [slice(0, length)]
     return [slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK)]

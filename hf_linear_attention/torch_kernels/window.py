@@ -168,7 +168,7 @@ def _softmax(
     near, sinks = (x.masked_fill_(~visible, EMPTY_MAXIMUM) for x, visible in zip(logits, seen))
     scale = _maximum((near, sinks), is_constant)
     shift = scale.clamp(min=EMPTY_MAXIMUM / 2)
-    sums = _weights(near - shift) @ values[0] + _weights(sinks - shift) @ values[1]
+    sums = weights_of(near - shift) @ values[0] + weights_of(sinks - shift) @ values[1]
     numerator, denominator = sums.split_with_sizes((sums.shape[-1] - 1, 1), dim=-1)
     is_empty = scale == EMPTY_MAXIMUM  # no visible key: all weights are 0
     denominator = denominator.masked_fill(is_empty, 1.0)
@@ -205,7 +205,7 @@ def packed_window(
     return *join((output, size), (average, sink_size)), largest
 
 
-def _weights(logits: torch.Tensor) -> torch.Tensor:
+def weights_of(logits: torch.Tensor) -> torch.Tensor:
     """exp of numbers of at most 0, and exactly 0 below `LOWEST_EXPONENT`."""
     weights = logits.clamp(min=LOWEST_EXPONENT).exp()
     return F.threshold(weights, 1.01 * math.exp(LOWEST_EXPONENT), 0.0)

@@ -22,6 +22,8 @@ SETTINGS = [
     {"mechanism": "hybrid", "rope": "partial", "rope_frequencies": KEPT, "decay": "learned"},
     {"mechanism": "hybrid", "rope": "none"},
     {"mechanism": "hybrid", "trained_length": TRAINED},
+    {"mechanism": "hybrid", "rope": "partial", "rope_frequencies": KEPT, "trained_length": TRAINED}
+    | {"decay": "learned", "num_exact_keys": 4},
     {"mechanism": "window", "trained_length": TRAINED},
 ]
 
@@ -39,8 +41,15 @@ def rotated(x, positions, frequencies=FREQUENCIES, is_interleaved=False):
     return reference.rotated(x, positions, frequencies, is_interleaved)
 
 
+def scores_of(positions):
+    """Scores `[B, N, Hkv]` that follow from positions; some keys that are kept are old, and some are new."""
+    return torch.stack(((1.7 * positions).sin() - positions / 40, (2.3 * positions).cos() + positions / 60), dim=-1)
+
+
 def run(mechanism, query, key, value, positions, mask=None, state=None, is_causal=True):
-    return mechanism(mechanism.prepare(MechanismInputs(query, key, value, mask, SCALING, is_causal, positions)), state)
+    gates = scores_of(positions) if mechanism.needs_gates else None
+    inputs = MechanismInputs(query, key, value, mask, SCALING, is_causal, positions, gates)
+    return mechanism(mechanism.prepare(inputs), state)
 
 
 def oracle(mechanism, query, key, value, positions, *, is_causal=True, is_interleaved=False):
@@ -64,6 +73,15 @@ def oracle(mechanism, query, key, value, positions, *, is_causal=True, is_interl
     place = torch.arange(length)
     distance = (place[:, None] - place).abs()
     is_near = (distance < WINDOW) | (place < SINKS)
+    if settings.get("num_exact_keys"):
+        kept = reference.kept_keys(scores_of(positions).transpose(1, 2), WINDOW, SINKS, settings["num_exact_keys"])
+        farthest, moved = (
+            rotated(x, torch.full_like(positions, place), FREQUENCIES, is_interleaved)
+            for x, place in ((query, TRAINED - 1), (key, 0))
+        )
+        farthest = SCALING * farthest @ moved.repeat_interleave(groups, dim=1).transpose(-1, -2)
+        is_near = is_near | kept.repeat_interleave(groups, dim=1)
+        exact = torch.where((distance >= TRAINED) & (place >= SINKS), farthest, exact)
     if not is_causal:
         is_near = is_near | (place < SINKS)[:, None]
     if settings["mechanism"] == "window":
@@ -108,7 +126,7 @@ def test_many_tokens_and_every_split_are_the_oracle(backend, settings, is_interl
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("settings", [row for row in SETTINGS if "decay" not in row], ids=str)
+@pytest.mark.parametrize("settings", [row for row in SETTINGS if "decay" not in row], ids=str)  # nor exact keys
 def test_the_bidirectional_form_is_the_oracle(backend, settings):
     mechanism, (query, key, value) = build(settings, is_causal=False), qkv(40, dim=DIM)
     positions = torch.arange(40).int().expand(2, -1)
