@@ -72,7 +72,7 @@ def choose(score: Tensor, places: Tensor, count: int, numbers: tuple[Tensor, Ten
             for its own sequence alone.
     """
     steps = score.shape[2] - count
-    score, order = score.sort(dim=2, descending=True, stable=True)
+    score, order = by_score(score)
     enters = order - count  # negative where a key was kept before the chunk
     step = torch.arange(steps, dtype=torch.long, device=score.device)[:, None]
     seen = (score > NEVER).unsqueeze(2) & (enters.unsqueeze(2) <= step)
@@ -80,15 +80,23 @@ def choose(score: Tensor, places: Tensor, count: int, numbers: tuple[Tensor, Ten
         seen = seen & (numbers[0].gather(2, order).unsqueeze(2) == numbers[1][:, None, :, None])
     rank = seen.cumsum(dim=3)
     kept, is_new = seen & (rank <= count), enters.unsqueeze(2) == step
-    leaves = torch.where((kept & is_new).any(3, keepdim=True), rank == count + 1, is_new & ~kept) & seen
+    others = (rank == count + 1) & (kept & is_new).any(3, keepdim=True)  # of the old ones the last, if the new one stays
+    leaves = (others | (is_new & ~kept)) & seen
     places = places.gather(2, order)
     displaced = (leaves * places.unsqueeze(2)).sum(dim=3)
     return Choice(places, kept, displaced, leaves.any(dim=3))
 
 
+def by_score(score: Tensor) -> tuple[Tensor, Tensor]:
+    """`score [B, Hkv, n]` from the largest to the smallest, and their places; of equal ones the first comes first."""
+    if is_free(score.shape[2]):  # ONNX lacks stable sorting, and its `TopK` has this order
+        return score.topk(score.shape[2], dim=2)
+    return score.sort(dim=2, descending=True, stable=True)
+
+
 def kept_after(score: Tensor, count: int) -> Tensor:
     """The places of the `count` largest of `score [B, Hkv, n]`, in their order, `[B, Hkv, count]`."""
-    return score.sort(dim=2, descending=True, stable=True).indices[..., :count].sort(dim=2).values
+    return by_score(score)[1][..., :count].sort(dim=2).values
 
 
 def part_of(
