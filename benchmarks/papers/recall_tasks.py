@@ -168,9 +168,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="BOS")
 
 
-def write_documents(path: Path, task: str, length: int, tokens: int, seed: int) -> None:
+def write_documents(path: Path, maker: Maker, length: int, tokens: int, seed: int) -> None:
     """A .jsonl of documents of `length` tokens, `tokens` together; joined, they fill blocks of this length."""
     size = math.ceil(tokens / length)
-    documents, _ = TASKS[task](size, length, torch.Generator().manual_seed(seed))
+    documents, _ = maker(size, length, torch.Generator().manual_seed(seed))
     lines = (" ".join(WORDS[token] for token in document[1:]) for document in documents.tolist())
     path.write_text("".join(f'{{"text": "{line}"}}\n' for line in lines), encoding="utf-8")

@@ -121,7 +121,7 @@ def test_needle(length):
 
 def test_files_give_the_tokens_back(tmp_path):
     """Blocks of joined documents are the documents, because all of them have the same length."""
-    recall_tasks.write_documents(tmp_path / "rows.jsonl", "mqar", 33, 100, seed=3)
+    recall_tasks.write_documents(tmp_path / "rows.jsonl", recall_tasks.TASKS["mqar"], 33, 100, seed=3)
     expected, _ = recall_tasks.TASKS["mqar"](4, 33, torch.Generator().manual_seed(3))
     texts = [json.loads(line)["text"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     tokenizer = recall_tasks.tokenizer()
