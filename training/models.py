@@ -273,11 +273,6 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool
     return teacher
 
 
-def load_source(recipe: Recipe, path: str) -> PreTrainedModel:
-    """The model of `--restore_projections`, in float32."""
-    return _load(recipe, path, is_trained=False, dtype=torch.float32)
-
-
 def _must_agree(recipe: Recipe) -> dict[str, bool]:
     """The settings in which student and teacher can differ, and whether the objectives in use need them to agree."""
     weights, logits = recipe.objective, recipe.task.logits

@@ -57,7 +57,6 @@ from hf_linear_attention.training.losses.teacher import Teacher, windows_for
 from hf_linear_attention.training.models import (
     checkpoint_gradients,
     disable_dropout,
-    load_source,
     load_student,
     load_teacher,
 )
@@ -238,7 +237,7 @@ def old_projections(recipe: Recipe, student: PreTrainedModel, is_new: bool) -> Q
     """
     path = str(recipe.model.restore_projections)
     is_same = is_new and path == recipe.model.model_name_or_path
-    return QueryKeyProjections(student, student if is_same else load_source(recipe, path), path)
+    return QueryKeyProjections(student, student if is_same else load_student(recipe, path, None), path)
 
 
 def recall_probe(recipe: Recipe, processor: Processor, config: Any, examples: Examples | None) -> RecallProbe | None:
