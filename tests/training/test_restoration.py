@@ -128,6 +128,13 @@ def test_norms_of_queries_and_keys_and_matrices_that_also_make_values() -> None:
     model = tiny_model("qwen3", "AutoModelForCausalLM")
     names = {name.rpartition("self_attn.")[2] for name in QueryKeyProjections(model, model, "SRC").units}
     assert names == {f"{name}.weight" for name in ("q_proj", "k_proj", "q_norm", "k_norm")}
+    layers = ["linear_attention", "full_attention"]
+    model = tiny_model("qwen3_next", "AutoModelForCausalLM", layer_types=layers, num_hidden_layers=2)
+    units = QueryKeyProjections(model, model, "SRC").units
+    assert {name.split(".")[2] for name in units} == {"1"}
+    queries, gates = units["model.layers.1.self_attn.q_proj.weight"].view(4, 2, 8).unbind(1)
+    assert queries.all()
+    assert not gates.any()
     for family, part in (("deepseek_v3", "kv_a_proj_with_mqa"), ("jetmoe", "experts.input_linear"), ("bloom", "own")):
         model = tiny_model(family, "AutoModelForCausalLM")
         with pytest.raises(Exception, match=part):
