@@ -40,6 +40,7 @@ from hf_linear_attention.training.distributed import (
 )
 from hf_linear_attention.training.evaluation.embeddings import EmbeddingEvaluator, RetrievalTest
 from hf_linear_attention.training.evaluation.evaluator import Evaluator, Generation, Selection
+from hf_linear_attention.training.evaluation.recall import RecallProbe
 from hf_linear_attention.training.losses.objectives import LOSS, Objective, StudentWithObjectives
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.losses.teacher_cache import CachedTeacher, HiddenStates, Kind, Logits, open_cache
@@ -67,18 +68,23 @@ class RunContext:
     validation: Stream | None
     metrics: MetricsFile
     retrieval: RetrievalTest | None = None
+    recall: RecallProbe | None = None
     known: dict[str, float] = field(default_factory=dict)  # figures of the student before training, if already measured
 
-    def evaluate(self, step: int, tokens: int) -> dict[str, float]:
-        """Evaluate the student on the validation data, and write the figures to metrics.jsonl and the trackers."""
-        if self.validation is None:
-            return {}
-        figures = self.known if step == 0 and self.known else self._measured(self.validation)
-        self.record({"step": step, self.recipe.unit: tokens, **figures})
-        logger.info("step %d: %s", step, ", ".join(f"{name} {value:.5g}" for name, value in figures.items()))
+    def evaluate(self, step: int, tokens: int, **about: int) -> dict[str, float]:
+        """Evaluate the student, and write the figures and what they are `about` to metrics.jsonl and the trackers."""
+        figures = self.known if step == 0 and self.known and not about else self._measured()
+        if figures:
+            self.record({"step": step, self.recipe.unit: tokens, **about, **figures})
+            logger.info("step %d: %s", step, ", ".join(f"{name} {value:.5g}" for name, value in figures.items()))
         return figures
 
-    def _measured(self, validation: Stream) -> dict[str, float]:
+    def _measured(self) -> dict[str, float]:
+        """The figures of the validation data, if there is any, and recall."""
+        figures = {} if self.validation is None else self._validated(self.validation)
+        return figures | (self.recall(self.student, self.accelerator.autocast) if self.recall is not None else {})
+
+    def _validated(self, validation: Stream) -> dict[str, float]:
         accelerator = self.accelerator
         plan = EvaluationBatches(
             len(validation),

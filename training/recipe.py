@@ -179,6 +179,13 @@ class TaskArguments:
         needs=("predict_with_generate",),
         tasks=GENERATING,
     )
+    recall_texts: int = free(
+        "Texts with a copy further back on which evaluations measure recall (docs/healing.md); 0: none.",
+        8,
+        bounds=Bounds(least=0, below=2**20),
+        tasks=("causal_lm",),
+        for_evaluation=True,
+    )
     group_by_length: bool = option(
         "Train on texts of similar length in each optimizer step, so that little is computed on padding; the order of "
         "the examples is another one.",
@@ -240,6 +247,14 @@ class ModelArguments:
     )
     freeze_pattern: str | None = option(
         "Freeze every parameter whose name contains a match of this regular expression.", None
+    )
+    restore_projections: str | None = free(
+        "After training, or without training data instead of it, put the query and key projections of the layers with "
+        "softmax attention back to those of this model, usually the one of model_name_or_path.",
+        None,
+        tasks=("causal_lm",),
+        for_evaluation=True,
+        is_path=True,
     )
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attention._common.errors import SetupError, TrainingError
 from hf_linear_attention._common.model_card import HISTORY, training_history
+from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.training.checkpoints import (
     TrainedParameters,
     TrainingState,
@@ -38,10 +39,17 @@ from hf_linear_attention.training.data.batches import (
     with_enough_steps,
 )
 from hf_linear_attention.training.data.packing import Examples, PackedBlocks
-from hf_linear_attention.training.data.processors import Processor, load_processor, pad_token_id, sequence_length
+from hf_linear_attention.training.data.processors import (
+    Processor,
+    load_processor,
+    pad_token_id,
+    sequence_length,
+    tokenizer_of,
+)
 from hf_linear_attention.training.data.splits import load_data
 from hf_linear_attention.training.distributed import load_whole, start_processes, uses_deepspeed
 from hf_linear_attention.training.evaluation.embeddings import retrieval_test
+from hf_linear_attention.training.evaluation.recall import RecallProbe
 from hf_linear_attention.training.loop import RunContext, TrainingLoop, hidden_layers_of
 from hf_linear_attention.training.losses.objectives import Objective, build_objectives
 from hf_linear_attention.training.losses.outputs import run_model
@@ -55,6 +63,7 @@ from hf_linear_attention.training.models import (
 from hf_linear_attention.training.presets import Preset, fit_to, model_without_weights, stage_runs
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import make_recipe
+from hf_linear_attention.training.restoration import QueryKeyProjections
 from hf_linear_attention.training.tracking import MetricsFile, start_trackers
 
 
@@ -88,6 +97,7 @@ def _run(
     # Adapters need the weights that they were added to; a checkpoint holds merged weights, and may be removed.
     source = None if recipe.model.use_peft else checkpoint
     student = load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes)
+    projections = old_projections(recipe, student, is_new=source is None) if recipe.model.restore_projections else None
     shards = (accelerator.is_fsdp2 or uses_deepspeed(accelerator)) and data.train is not None
     if not shards:  # shards are moved to the device when they are made
         student.to(accelerator.device)
@@ -102,10 +112,19 @@ def _run(
         None if data.validation is None else stream_of(data.validation, recipe, processor, shuffle=False),
         MetricsFile(recipe.output_dir, accelerator.is_main_process, resumed_step),
         retrieval=retrieval_test(recipe, processor),
+        recall=recall_probe(recipe, processor, student.config, data.validation or data.train),
         known=known,
     )
     start_trackers(recipe, accelerator)
-    figures = context.evaluate(0, 0) if data.train is None else _train(context, data.train, objectives, checkpoint)
+    if data.train is None:
+        state, figures = TrainingState(), context.evaluate(0, 0)
+    else:
+        state, figures = _train(context, data.train, objectives, checkpoint)
+    if projections is not None:
+        projections.restore(student)
+        figures = context.evaluate(state.step, state.tokens, restored=1)
+    if data.train is not None or projections is not None:
+        _save(context, state, figures)
     # The processes stay connected for the next stage of a preset: a second connection through torchrun's store hangs.
     for tracker in accelerator.trackers:
         tracker.finish()
@@ -179,7 +198,7 @@ def _train(
     examples: Examples,
     objectives: dict[str, tuple[float, Objective]],
     checkpoint: Path | None,
-) -> dict[str, float]:
+) -> tuple[TrainingState, dict[str, float]]:
     recipe, accelerator = context.recipe, context.accelerator
     inputs = _train_inputs(context, examples)
     if recipe.imitates:
@@ -198,12 +217,35 @@ def _train(
     # There is no best evaluation if the evaluation has changed and nothing was trained since.
     if recipe.run.load_best_model_at_end and state.best:
         figures = _load_best(context, state)
+    return state, figures
+
+
+def _save(context: RunContext, state: TrainingState, figures: dict[str, float]) -> None:
+    recipe, accelerator = context.recipe, context.accelerator
     weights = whole_weights(context.student, keep=accelerator.is_main_process)
     if accelerator.is_main_process:
         done = {"steps": state.step, recipe.unit: state.tokens, "processes": accelerator.num_processes}
         save_final(recipe, context.student, context.processor, recipe.summary() | done, figures, weights)
     accelerator.wait_for_everyone()
-    return figures
+
+
+def old_projections(recipe: Recipe, student: PreTrainedModel, is_new: bool) -> QueryKeyProjections:
+    """What `--restore_projections` will put back.
+
+    Args:
+        is_new: whether the student is the model of `--model_name_or_path`, so that this needs not be read twice.
+    """
+    path = str(recipe.model.restore_projections)
+    is_same = is_new and path == recipe.model.model_name_or_path
+    return QueryKeyProjections(student, student if is_same else load_student(recipe, path, None), path)
+
+
+def recall_probe(recipe: Recipe, processor: Processor, config: Any, examples: Examples | None) -> RecallProbe | None:
+    """What measures recall on the first of these examples, if the model is a causal language model."""
+    if recipe.model.task != "causal_lm" or not recipe.task_options.recall_texts or examples is None:
+        return None
+    length, bos = sequence_length(recipe, processor, config), tokenizer_of(processor).bos_token_id
+    return RecallProbe(examples, length, recipe.task_options.recall_texts, max_length_of(config), bos)
 
 
 def _train_inputs(context: RunContext, examples: Examples) -> TrainInputs:

@@ -160,7 +160,7 @@ def heal(arguments: Namespace, form: Form, teacher: Path, converted: Path, task:
     folder = converted.with_name(f"{converted.name}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}")
     data = teacher.with_name(f"{task}-{arguments.tokens}.jsonl")
     if not data.is_file():
-        write_documents(data.with_suffix(".tmp"), task, arguments.length, arguments.tokens, seed + 1)
+        write_documents(data.with_suffix(".tmp"), TASKS[task], arguments.length, arguments.tokens, seed + 1)
         data.with_suffix(".tmp").replace(data)
     steps = max(1, arguments.tokens // arguments.tokens_per_step)
     given = {

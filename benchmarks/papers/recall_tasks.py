@@ -88,6 +88,25 @@ def needle(size: int, length: int, generator: torch.Generator) -> Documents:
     return tokens, counts
 
 
+def near(size: int, length: int, generator: torch.Generator) -> Documents:
+    """k v k v of one pair after the other: text that needs no recall from far away."""
+    keys = FIRST_KEY + distinct(size, length // 4, KEYS, generator)
+    values = FIRST_VALUE + torch.randint(VALUES, keys.shape, generator=generator)
+    tokens = F.pad(torch.stack((keys, values, keys, values), -1).flatten(1), (1, 0))
+    return tokens, tokens < 0
+
+
+def markov(size: int, length: int, generator: torch.Generator) -> Documents:
+    """Text in which a token depends on the one before it; the chances are those of one random matrix."""
+    count = len(WORDS) - FIRST_KEY
+    chances = (2 * torch.randn(count, count, generator=torch.Generator().manual_seed(7))).softmax(-1)
+    tokens = noise(size, length, generator)
+    for place in range(2, length):
+        drawn = torch.multinomial(chances[tokens[:, place - 1] - FIRST_KEY], 1, generator=generator)
+        tokens[:, place] = FIRST_KEY + drawn[:, 0]
+    return tokens, tokens < 0
+
+
 Maker = Callable[[int, int, torch.Generator], Documents]
 TASKS: dict[str, Maker] = {"mqar": mqar, "copying": copying, "needle": needle}
 # The rotary base of the teachers: with 1e4 they recall half as much at four times the trained length.
@@ -168,9 +187,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="BOS")
 
 
-def write_documents(path: Path, task: str, length: int, tokens: int, seed: int) -> None:
+def write_documents(path: Path, maker: Maker, length: int, tokens: int, seed: int) -> None:
     """A .jsonl of documents of `length` tokens, `tokens` together; joined, they fill blocks of this length."""
     size = math.ceil(tokens / length)
-    documents, _ = TASKS[task](size, length, torch.Generator().manual_seed(seed))
+    documents, _ = maker(size, length, torch.Generator().manual_seed(seed))
     lines = (" ".join(WORDS[token] for token in document[1:]) for document in documents.tolist())
     path.write_text("".join(f'{{"text": "{line}"}}\n' for line in lines), encoding="utf-8")

@@ -121,7 +121,7 @@ def test_needle(length):
 
 def test_files_give_the_tokens_back(tmp_path):
     """Blocks of joined documents are the documents, because all of them have the same length."""
-    recall_tasks.write_documents(tmp_path / "rows.jsonl", "mqar", 33, 100, seed=3)
+    recall_tasks.write_documents(tmp_path / "rows.jsonl", recall_tasks.TASKS["mqar"], 33, 100, seed=3)
     expected, _ = recall_tasks.TASKS["mqar"](4, 33, torch.Generator().manual_seed(3))
     texts = [json.loads(line)["text"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     tokenizer = recall_tasks.tokenizer()
@@ -200,3 +200,17 @@ def test_the_demo_finds_its_texts():
     training, held_out = importlib.import_module("benchmarks.demo").texts()
     assert len(training) > 3 * len(held_out) > 100
     assert not set(training) & set(held_out)
+
+
+def test_texts_without_recall():
+    """In `near`, a pair is asked for at once; a token of `markov` depends on the one before it."""
+    tokens, _ = recall_tasks.near(4, 33, torch.Generator().manual_seed(0))
+    pairs = tokens[:, 1:].unflatten(1, (-1, 4))
+    assert torch.equal(pairs[..., :2], pairs[..., 2:])
+    assert all(len(set(keys)) == 8 for keys in pairs[..., 0].tolist())
+    chain, _ = recall_tasks.markov(400, 129, torch.Generator().manual_seed(0))
+    assert (chain[:, 0] == 0).all()
+    assert chain[:, 1:].min() >= recall_tasks.FIRST_KEY
+    after = chain[:, 1:-1] == recall_tasks.FIRST_KEY
+    most = chain[:, 2:][after].bincount().max() / after.sum()
+    assert most > 10 / len(recall_tasks.WORDS)

@@ -35,7 +35,7 @@ def rows(result: dict, number: int = 0) -> dict[str, list]:
     [
         *("speed_break_even", "speed_kernels", "speed_delta", "speed_decoding", "speed_models"),
         *("speed_conversion", "shared_prefix", "long_prompts"),
-        "papers.copy_task",
+        *("papers.copy_task", "papers.restore_projections"),
     ],
 )
 def test_a_quick_run(name, tmp_path, capsys):

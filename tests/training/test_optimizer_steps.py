@@ -44,7 +44,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 @pytest.fixture
 def options(llama: str, files: Path) -> list[Any]:
     data = ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_steps", STEPS]
-    rate = ["--learning_rate", PEAK, "--logging_steps", 1]
+    rate = ["--learning_rate", PEAK, "--logging_steps", 1, "--recall_texts", 0]
     return ["--model_name_or_path", llama, "--task", "causal_lm", *data, *rate]
 
 
@@ -118,7 +118,7 @@ def test_the_stock_trainer_reaches_the_same_loss(
     words = ["--model_name_or_path", source, "--task", "causal_lm", "--train_file", files / "train.jsonl"]
     words += ["--max_length", 32, "--learning_rate", "1e-3", "--max_train_steps", STEPS, "--logging_steps", 1]
     words += ["--per_device_train_batch_size", BATCH, "--gradient_accumulation_steps", ACCUMULATION]
-    events = finetune(*words, output_dir=tmp_path / "ours")
+    events = finetune(*words, "--recall_texts", 0, output_dir=tmp_path / "ours")
 
     recipe = parse_options([*map(str, words), "--output_dir", str(tmp_path / "unused")])
     stream = stream_of(load_data(recipe, tokenizer).train, recipe, tokenizer, shuffle=True)

@@ -92,7 +92,7 @@ def lacking(student: Path, folder: Path) -> Path:
 def cases(
     folder: Path, student: Path, with_code: Path, lacking: Path, llama_teacher: str, masked: str, bert: str,
     bert_teacher: str, named_classifier: str, vision_teacher: str, pictures: Path, save: Callable[..., str],
-    twin: Callable[[str], Path],
+    twin: Callable[[str], Path], converted: Callable[..., Path], llama: str,
 ) -> dict[str, dict[str, Options]]:  # fmt: skip
     """`base`: of every run. `task`: what a task changes. `second`: values that no metadata tell. `beside`: where an
     option has an effect."""
@@ -109,6 +109,7 @@ def cases(
     prompts = json.dumps({"prompts": {"ask": "Answer this question: "}})
     (folder / "prompted" / "config_sentence_transformers.json").write_text(prompts, encoding="utf-8")
     with_prompt = {"model_name_or_path": folder / "prompted", "per_device_eval_batch_size": 1}
+    half = converted(llama, mechanism="linear", layers=[0])
     images = {"train_file": pictures / "train.jsonl"}
     generated = {"task": "seq2seq_lm", "max_eval_tokens": 20}
     return {
@@ -152,6 +153,8 @@ def cases(
             "trainable": "mechanism",
             "lora_target_modules": "q_proj",
             "freeze_pattern": "embed",
+            "restore_projections": half,
+            "recall_texts": 1,
             "cache_teacher": "cache",
             "train_file": folder / "valid.jsonl",
             "validation_file": folder / "train.jsonl",
@@ -180,6 +183,7 @@ def cases(
             **dict.fromkeys(("prompt_name", "query_prompt_name", "document_prompt_name"), with_prompt),
             **dict.fromkeys(("predict_with_generate", "generation_max_length"), generated),
             "trust_remote_code": {"model_name_or_path": with_code},
+            "restore_projections": {"model_name_or_path": half},
             "allow_missing": {"model_name_or_path": lacking},
             "dataset_name": {"train_file": None},
             "dataset_config_name": {"train_file": None, "dataset_name": folder / "data"},

@@ -357,7 +357,7 @@ def save_final(
     with not_essential("what describes the model it was trained from"):
         copy_sidecars(recipe.model.model_name_or_path, folder)
         earlier = training_history(recipe.model.model_name_or_path)
-    dataset = recipe.data.dataset_name or Path(str(recipe.data.train_file)).name
+    dataset = recipe.data.dataset_name or Path(recipe.data.train_file or "").name
     this = {"dataset": dataset, "training": training, "metrics": metrics}
     (folder / HISTORY).write_text(json.dumps({"runs": [*earlier, this]}, indent=1) + "\n", encoding="utf-8")
     with not_essential("the plot of the losses"):

@@ -162,7 +162,8 @@ class FirstExamples:
     """The first `count` of `examples`."""
 
     def __init__(self, examples: Examples, count: int) -> None:
-        self.examples, self.count = examples, min(count, len(examples))
+        self.count = min(count, len(examples))
+        self.examples: Examples = examples.examples if isinstance(examples, FirstExamples) else examples
 
     @property
     def lengths(self) -> Tokens:

@@ -420,13 +420,13 @@ def continued(model: PreTrainedModel, prompts: Tensor, count: int, choose: Choic
     """`count` tokens after each of the prompts `[B, N]`, chosen from logits `[B, V]`; end tokens are not special."""
     ids, cache, chosen = prompts, None, []
     for _ in progress(range(count), "writing"):
-        outputs = model(input_ids=ids, past_key_values=cache, use_cache=True, **_last_logits(model, 1))
+        outputs = model(input_ids=ids, past_key_values=cache, use_cache=True, **last_logits(model, 1))
         ids, cache = choose(outputs.logits[:, -1].float())[:, None], outputs.past_key_values
         chosen.append(ids)
     return torch.cat(chosen, dim=1)
 
 
-def _last_logits(model: PreTrainedModel, count: int) -> dict[str, int]:
+def last_logits(model: PreTrainedModel, count: int) -> dict[str, int]:
     """The keyword for computing only the last `count` logits, if the model has it."""
     has_it = "logits_to_keep" in inspect.signature(model.forward).parameters
     return {"logits_to_keep": count} if has_it else {}
@@ -441,7 +441,7 @@ def agreement_length(teacher: PreTrainedModel, prompts: Tensor, written: Tensor)
         written: the tokens after each prompt, [B, M].
     """
     count = written.shape[1]
-    last = _last_logits(teacher, count + 1)
+    last = last_logits(teacher, count + 1)
     logits = teacher(input_ids=torch.cat((prompts, written), dim=1), use_cache=False, **last).logits
     likeliest = logits[:, -count - 1 : -1].argmax(-1)
     return (likeliest == written).long().cumprod(dim=1).sum(dim=1).double().mean().item()
