@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -229,12 +229,12 @@ def score_error(seen: ObservedAttention, weights: Tensor) -> Tensor:
     mechanism: Any = seen.module.linear_attention
     if not getattr(mechanism, "num_exact_keys", 0):
         return weights.new_zeros((), dtype=torch.float32)
-    sample = SampledQueries.of(seen)
+    sample, hidden = SampledQueries.of(seen), torch.finfo(torch.float32).min / 2  # finite, because padding sees no key
     with torch.no_grad():
-        target = sample.logits.masked_fill(~sample.visible[:, None, None], float("-inf")).softmax(-1).mean(2)
+        target = sample.logits.masked_fill(~sample.visible[:, None, None], hidden).softmax(-1).mean(2)
         counted = ((weights > 0) & sample.real)[:, sample.chosen]
         target = target * (sample.far & counted.unsqueeze(-1))[:, None]
-    scores = sample.scores.unsqueeze(2).masked_fill(~sample.far[:, None], torch.finfo(torch.float32).min / 2)
+    scores = cast(Tensor, sample.scores).unsqueeze(2).masked_fill(~sample.far[:, None], hidden)
     entropy = -(target * scores.log_softmax(-1)).sum(dim=(2, 3)) / target.sum(dim=(2, 3)).clamp(min=1e-6)
     return (entropy.mean(1) * weights.sum(1)).sum()
 
