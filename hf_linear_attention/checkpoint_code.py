@@ -42,7 +42,10 @@ and reads these settings, it serves the checkpoint instead, with its kernels.
 HEADING = "# " + "-" * 20 + " {} " + "-" * 20
 # Mechanisms whose bidirectional form consists of causal sweeps.
 SWEEPING = ("aft", "hybrid")
-MARKS = r"(?m)  # of (decoders|causal layers|encoders|cross-attention|softmax heads|gates|the delta rule|exact keys|stock forms)$"
+MARKS = (
+    r"(?m)  # of (decoders|causal layers|encoders|cross-attention|softmax heads|gates|the delta rule|exact keys"
+    r"|stock forms)$"
+)
 Rows = tuple[tuple[str, tuple[str, ...]], ...]
 
 

@@ -58,8 +58,11 @@ from ..torch_kernels.window import Part, join, joined_output, log_size
 from .base import LayerShape, MechanismInputs, State
 from .gated_delta import DeltaRule  # of the delta rule
 from .options import LINEAR, HybridOptions
-from .token_gates import SigmoidGate  # of the delta rule
-from .token_gates import hidden_size_of, scaled
+from .token_gates import (
+    SigmoidGate,  # of the delta rule
+    hidden_size_of,
+    scaled,
+)
 from .window import ORDINARY, Line, WindowAttention, WindowState
 
 
@@ -87,7 +90,8 @@ class HybridAttention(HybridOptions, WindowAttention):
             self._add_linear(settings, shape)
         else:
             self._add_rule(settings, shape)
-        self.num_exact_keys, self.score_projection = settings["num_exact_keys"], None
+        self.num_exact_keys = settings["num_exact_keys"]
+        self.score_projection: nn.Parameter | None = None
         if self.num_exact_keys:
             self._add_exact_keys(shape)
         self.joins_at_once = True  # False: the operators of the parts run one by one, so that `mix` sees them
@@ -280,20 +284,11 @@ class HybridAttention(HybridOptions, WindowAttention):
         if not self.num_exact_keys:
             return super().read(state)
         count = len(Kept._fields) + self.keeps_positions
-        return WindowState(state[:count], *state[count:-1], score=state[-1])
+        return WindowState(state[:count], *state[count:-1])._replace(score=state[-1])
 
-    def key_scores(self, gates: Tensor, position: Tensor) -> Tensor:
-        """What decides which keys are kept, `[B, Hkv, N]` in float32, of `gates [B, N, Hkv]`.
-
-        `position [B, N]` counts the tokens of each sequence from 1.
-        """
-        return gates.float().transpose(1, 2)
-
-    def scores(self, inputs: MechanismInputs, position: Tensor) -> Tensor | None:
-        """`key_scores` as the line has them; see `WindowAttention.scores`."""
-        if not self.num_exact_keys:
-            return None
-        return self.key_scores(cast(Tensor, inputs.gates), position).unsqueeze(-1)
+    def scores(self, inputs: MechanismInputs) -> Tensor | None:
+        """In float32, so that any split of an input compares the same numbers; see `WindowAttention.scores`."""
+        return cast(Tensor, inputs.gates).float().transpose(1, 2).unsqueeze(-1) if self.num_exact_keys else None
 
     def _parts_with_exact_keys(
         self, inputs: MechanismInputs, line: Line, mask: Tensor, sums: Any
@@ -326,7 +321,7 @@ class HybridAttention(HybridOptions, WindowAttention):
     def _exact_part(
         self, inputs: MechanismInputs, keys: Kept, real: Tensor, numbers: Tensor | None
     ) -> tuple[Part, Tensor, Tensor, Kept]:
-        """The part of the kept keys, which of `keys` each query's new key displaces, whether one, and what is kept then.
+        """The part of the kept keys, which key is displaced before each query, whether one is, and what is kept then.
 
         `keys` are M that were kept, and then those that leave the window before each query.
         """
@@ -348,7 +343,9 @@ class HybridAttention(HybridOptions, WindowAttention):
                 score = score.masked_fill(of_keys != following[:, None, None], NEVER)
             kept = kept_after(score, count)
             held, score = found.gather(2, kept), score.gather(2, kept)
-        output, size, displaced, is_displaced = (torch.cat(x, dim=x[0].ndim - n) for x, n in zip(zip(*results), (2, 2, 1, 1)))
+        output, size, displaced, is_displaced = (
+            torch.cat(x, dim=x[0].ndim - n) for x, n in zip(zip(*results), (2, 2, 1, 1))
+        )
         return (output, size), displaced, is_displaced, keys.at(held)._replace(score=score.unsqueeze(-1))
 
     def _kept_part(self, inputs: MechanismInputs, keys: Kept, kept: Tensor, steps: slice) -> Part:

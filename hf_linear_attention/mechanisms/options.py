@@ -591,7 +591,7 @@ class HybridOptions(WindowOptions):
 
     @classmethod
     def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
-        """The delta rule and exact keys run forwards and know no slopes; the delta rule's output is no mean of values."""
+        """The delta rule and exact keys run forwards and know no slopes; the rule's output is no mean of values."""
         if settings["num_exact_keys"] and capability in ("bidirectional", "alibi"):
             return f"with `num_exact_keys` = {settings['num_exact_keys']} has no {capability} form"
         if settings["far"] != LINEAR and capability in ("bidirectional", "alibi", "constants"):

@@ -232,11 +232,8 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         """The state from its tensors."""
         return WindowState(*state) if self.has_sums else WindowState(None, *state)
 
-    def scores(self, inputs: MechanismInputs, position: Tensor) -> Tensor | None:
-        """What decides which keys are kept behind the window, `[B, Hkv, N, 1]`; None if none is.
-
-        `position [B, N]` counts the tokens of each sequence from 1.
-        """
+    def scores(self, inputs: MechanismInputs) -> Tensor | None:
+        """What decides which keys are kept behind the window, `[B, Hkv, N, 1]`; None if none is."""
         return None
 
     def _refuse_numbers(self, is_causal: bool, state: State | None) -> None:
@@ -283,7 +280,7 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         if old is not None:
             inputs = inputs._replace(key=inputs.key.to(old.key.dtype), value=inputs.value.to(old.value.dtype))
         line, last, sinks, seen, position, num_seen = self._slots(inputs, old)
-        sums = None if old is None else old.sums
+        sums: Any = None if old is None else old.sums
         found = self._at_once(inputs, line, sinks, seen, sums) if numbers is None else None
         output, sums = found or self._in_parts(inputs, line, sinks, seen, position, sums)
         if numbers is not None:
@@ -312,7 +309,7 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         if old is not None:
             position, first = position + old.num_seen, first - old.num_seen
         placed = inputs.positions if self.keeps_positions else None
-        line = Line(inputs.key, inputs.value, kind_of(mask, position, self.num_sinks), placed, self.scores(inputs, position))
+        line = Line(inputs.key, inputs.value, kind_of(mask, position, self.num_sinks), placed, self.scores(inputs))
         if old is not None:
             line = Line(old.key, old.value, old.kind, old.position, old.score).followed_by(line, mask is not None)
         sinks, seen = self._sinks(inputs, position, first, old)
@@ -328,8 +325,7 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         first = min(s, length)
         ordinary = F.pad(torch.ones(batch, length - first, dtype=torch.bool, device=device), (first, 0))
         placed = inputs.positions if self.keeps_positions else None
-        place = torch.arange(1, length + 1, dtype=torch.long, device=device)[None]
-        line = Line(inputs.key, inputs.value, ordinary, placed, self.scores(inputs, place))
+        line = Line(inputs.key, inputs.value, ordinary, placed, self.scores(inputs))
         kind = inputs.key.new_full((batch, w), ORDINARY, dtype=torch.int8)
         if length < w + s:  # some slots of the window hold a sink or are empty
             kind[:, : max(0, w - length + first)] = SINK
@@ -339,7 +335,7 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         place = None if line.position is None else F.pad(line.position, (w - length, 0)).contiguous()
         sinks = tuple(F.pad(x, (0, 0, 0, s - length)) for x in (inputs.key, inputs.value))
         seen = torch.ones(batch, length, s, dtype=torch.bool, device=device).tril()
-        position = None if self.alibi is None else place
+        position = None if self.alibi is None else torch.arange(1, length + 1, dtype=torch.long, device=device)[None]
         num_seen = torch.full((batch, 1), length, dtype=torch.long, device=device)
         score = None if line.score is None else F.pad(line.score, (0, 0, w - length, 0)).contiguous()
         return line, Line(key, value, kind, place, score), sinks, seen, position, num_seen

@@ -11,7 +11,7 @@ keys, C steps of a chunk, D head dimension. Key t leaves the window before query
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,18 +38,21 @@ class Kept(NamedTuple):
     def nothing(cls, key: Tensor, value: Tensor, count: int, has_position: bool) -> Kept:
         """No keys, for new ones like `key` and `value`."""
         size = (*key.shape[:2], count)
-        keys = (x.new_zeros(*size, x.shape[3]) for x in (key, value))
-        number = key.new_zeros(*size, 1, dtype=torch.int32)
-        return cls(*keys, key.new_zeros(*size, 1, dtype=torch.float32), number, number.clone() if has_position else None)
+        score, number = (key.new_zeros(*size, 1, dtype=dtype) for dtype in (torch.float32, torch.int32))
+        position = number.clone() if has_position else None
+        return cls(key.new_zeros(*size, key.shape[3]), value.new_zeros(*size, value.shape[3]), score, number, position)
 
     def followed_by(self, new: Kept) -> Kept:
         """Both, one behind the other."""
-        return Kept(*(None if b is None else torch.cat((a, b.to(a.dtype)), dim=2) for a, b in zip(self, new)))  # type: ignore[arg-type]
+        pairs: Any = zip(self, new)
+        found: Any = (None if old is None else torch.cat((old, x.to(old.dtype)), dim=2) for old, x in pairs)
+        return Kept(*found)
 
     def at(self, places: Tensor) -> Kept:
         """The keys at `places [B, Hkv, n]` of each head."""
-        places = places.unsqueeze(-1)
-        return Kept(*(None if x is None else x.gather(2, places.expand(-1, -1, -1, x.shape[3])) for x in self))  # type: ignore[arg-type]
+        places, tensors = places.unsqueeze(-1), iter(self)
+        found: Any = (None if x is None else x.gather(2, places.expand(-1, -1, -1, x.shape[3])) for x in tensors)
+        return Kept(*found)
 
 
 class Choice(NamedTuple):
@@ -80,7 +83,9 @@ def choose(score: Tensor, places: Tensor, count: int, numbers: tuple[Tensor, Ten
         seen = seen & (numbers[0].gather(2, order).unsqueeze(2) == numbers[1][:, None, :, None])
     rank = seen.cumsum(dim=3)
     kept, is_new = seen & (rank <= count), enters.unsqueeze(2) == step
-    others = (rank == count + 1) & (kept & is_new).any(3, keepdim=True)  # of the old ones the last, if the new one stays
+    others = (rank == count + 1) & (kept & is_new).any(
+        3, keepdim=True
+    )  # of the old ones the last, if the new one stays
     leaves = (others | (is_new & ~kept)) & seen
     places = places.gather(2, order)
     displaced = (leaves * places.unsqueeze(2)).sum(dim=3)

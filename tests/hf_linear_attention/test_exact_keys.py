@@ -42,7 +42,9 @@ def test_the_largest_scores_are_kept_and_each_other_key_is_displaced_once(chunk,
     assert torch.equal(kept, expected)
     for row, head in ((row, head) for row in range(2) for head in range(3)):
         gone = displaced[row, head]
-        assert sorted(gone[5:].tolist()) == sorted({*range(40)} - {*expected[row, head, -1].nonzero().flatten().tolist()})
+        assert sorted(gone[5:].tolist()) == sorted(
+            {*range(40)} - {*expected[row, head, -1].nonzero().flatten().tolist()}
+        )
         assert (gone[:5] == -1).all()
 
 

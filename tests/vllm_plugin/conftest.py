@@ -48,6 +48,7 @@ HYBRID = {"mechanism": "hybrid", "window_size": 16, "num_sinks": 2}
 CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "hybrid": ("llama", LLAMA, HYBRID),
     "default": ("llama", LLAMA, HYBRID | {"feature_map": "hedgehog", "decay": "learned", "rope": "partial"}),
+    "exact keys": ("llama", LLAMA, HYBRID | {"num_exact_keys": 4, "decay": "learned", "rope": "partial"}),
     "linear": ("llama", LLAMA, {"mechanism": "linear"}),
     "gated": ("llama", LLAMA, {"mechanism": "linear", "decay": "gated"}),
     "gated_delta": ("llama", LLAMA, {"mechanism": "gated_delta"}),

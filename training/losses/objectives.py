@@ -392,9 +392,11 @@ class SampledQueries:
         gap = place[:, chosen, None] - place[:, None, :]
         visible = (gap >= 0) & (numbers[:, chosen, None] == numbers[:, None]) & (numbers > 0)[:, None]
         far = visible & (gap >= mechanism.window_size) & (place >= mechanism.num_sinks)[:, None]
-        count = getattr(mechanism, "num_exact_keys", 0)
-        scores = mechanism.key_scores(seen.inputs.gates, place + 1) if count else None
-        return cls(chosen, place, numbers > 0, logits, visible, far, scores, count)
+        count = mechanism.num_exact_keys
+        scores = mechanism.scores(seen.inputs)
+        return cls(
+            chosen, place, numbers > 0, logits, visible, far, None if scores is None else scores.squeeze(-1), count
+        )
 
     @property
     def kept(self) -> Tensor:

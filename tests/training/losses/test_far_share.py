@@ -181,7 +181,9 @@ def test_transfer_trains_the_scores_and_its_value_is_the_error_of_the_outputs() 
     expected = [far_share.relative_head_error(one, batch["attention_mask"].bool()).mean(1) for one in seen]
     torch.testing.assert_close(total, torch.stack(expected) @ batch["attention_mask"].sum(1).float())
     found = torch.autograd.grad(total.sum(), parameters, retain_graph=True)
-    wanted = torch.autograd.grad(sum(far_share.score_error(one, batch["attention_mask"].float()) for one in seen), parameters)
+    wanted = torch.autograd.grad(
+        sum(far_share.score_error(one, batch["attention_mask"].float()) for one in seen), parameters
+    )
     for a, b in zip(found, wanted):
         torch.testing.assert_close(a, b)
         assert a.abs().max() > 0
