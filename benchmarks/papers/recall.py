@@ -71,13 +71,15 @@ class Form:
 WINDOW = "window"
 # What the default preset gives to keys that are far away.
 FAR = {"decay": "learned", "rope": "partial"}
+HYBRID = {"mechanism": "hybrid", "num_sinks": 0, **FAR}
 FORMS = {
     WINDOW: Form({"mechanism": "window", "num_sinks": 0}, "window_size"),
     "linear exp": Form({"mechanism": "linear", "feature_map": "exp", **FAR}),
     "linear hedgehog": Form({"mechanism": "linear", "feature_map": "hedgehog"}),
     "performer": Form({"mechanism": "performer"}),
     "aft simple": Form({"mechanism": "aft"}, None),
-    "hybrid, 1/4 window": Form({"mechanism": "hybrid", "num_sinks": 0, **FAR}, window_share=1 / 4),
+    "hybrid, 1/4 window": Form(HYBRID, window_share=1 / 4),
+    "hybrid, exact keys": Form({**HYBRID, "window_size": 8, "num_features": 18}, "num_exact_keys"),
     "preset default": Form({}),
     "preset linear": Form({}, preset="linear"),
     "gated_delta": Form({"mechanism": "gated_delta"}),

@@ -16,7 +16,7 @@ sigmoid(w h + b) of the hidden state h. At the start m is 1/50.
 
 With `num_exact_keys` = M, the M keys behind the window with the largest scores stay exact, and only the others are far
 keys (exact_keys.py). The score of a key is w·h, of the hidden state h of its token. It learns from the softmax model's
-attention to keys behind the window (`key_score_weight` in training), as the retaining heads of Locret (2025) do.
+attention to keys behind the window, during attention transfer, as the retaining heads of Locret (Huang 2024) do.
 
 In an encoder the window extends w - 1 tokens to either side, far keys are before and after it, and the first s tokens
 are global: they also attend to every key exactly (Longformer 2020, section 3.1).
