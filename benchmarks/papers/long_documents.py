@@ -18,14 +18,24 @@ document, of which the first three use the original, and the others each convert
 The queries are read by the same model as the documents. Then the speed at 8,192 tokens of one pass of each converted
 model against the original in chunks of 512 and against softmax attention over the whole text, in one process, in rounds
 in which all take turns. Healed models are kept in the output folder.
+
+    python -m benchmarks.papers.long_documents --qmsum /path/to/QMSum --size 16000
+
+reads the meetings of a copy of github.com/Yale-LILY/QMSum instead, whole, as LongEmbed's LEMBQMSumRetrieval does: each
+summary is a query for its meeting. All pieces of the texts above heal, and `hybrid` is also read without its far part.
+The vectors are kept, too. `--native_layers 22` adds the speed of ModernBERT's shape, converted, against its own layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import hashlib
 import itertools
 import json
 import re
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -35,9 +45,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, ModernBertConfig, ModernBertModel
 
-from benchmarks.common import Table, parse, save, table, times_as_fast, times_in_turns, write
+from benchmarks.common import Table, Times, parse, save, table, times_as_fast, times_in_turns, write
 from benchmarks.real_attention import minilm_folder
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.conversion.convert_checkpoint import main as convert_main
@@ -100,11 +110,11 @@ def query_vectors(model: Any, tokenizer: Any, texts: list[str]) -> list[Tensor]:
     return [whole(states)[0] for states in states_of(model, tokenizer, texts, CHUNK)]
 
 
-def by_original(model: Any, tokenizer: Any, texts: list[str]) -> dict[str, list[Tensor]]:
+def by_original(model: Any, tokenizer: Any, texts: list[str], length: int = LENGTH) -> dict[str, list[Tensor]]:
     """What the original makes of each text by its chunks, each read alone: `[1, D]` or `[chunks, D]` for each text."""
     found: dict[str, list[Tensor]] = {"cut at 512": [], "chunks of 512": [], "mean of its chunks": []}
     for text in texts:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[: LENGTH - 2]
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[: length - 2]
         parts = [tokenizer.decode(ids[start : start + CHUNK - 2]) for start in range(0, len(ids), CHUNK - 2)]
         states = [*states_of(model, tokenizer, parts, CHUNK)]
         chunks = torch.cat([whole(part) for part in states])
@@ -114,10 +124,10 @@ def by_original(model: Any, tokenizer: Any, texts: list[str]) -> dict[str, list[
     return found
 
 
-def by_converted(model: Any, tokenizer: Any, texts: list[str]) -> dict[str, list[Tensor]]:
+def by_converted(model: Any, tokenizer: Any, texts: list[str], length: int = LENGTH) -> dict[str, list[Tensor]]:
     """What a converted model makes of each text in one pass: `[1, D]` or `[chunks, D]` for each text."""
     found: dict[str, list[Tensor]] = {"one vector": [], "late chunking": []}
-    for states in states_of(model, tokenizer, texts, LENGTH):
+    for states in states_of(model, tokenizer, texts, length):
         found["one vector"].append(whole(states))
         found["late chunking"].append(torch.cat([whole(part) for part in states.split(CHUNK)]))
     return found
@@ -154,9 +164,9 @@ def untrained(source: Path, mechanism: str, length: int) -> Any:
     return convert(source, mechanism=mechanism, **MECHANISMS[mechanism], max_position_embeddings=length)
 
 
-def healed(arguments: argparse.Namespace, source: Path, mechanism: str, texts: list[str]) -> Any:
+def healed(arguments: argparse.Namespace, source: Path, mechanism: str, texts: list[str], length: int) -> Any:
     """The converted and healed model, which is made if it is not in the output folder."""
-    folder = arguments.output_dir / "long_documents" / f"{mechanism}-{arguments.tokens}"
+    folder = arguments.output_dir / "long_documents" / f"{mechanism}-{arguments.tokens}-{length}"
     if folder.is_dir():
         write(f"Using {folder}; remove it to heal anew.")
         return AutoModel.from_pretrained(folder).eval()
@@ -171,7 +181,7 @@ def healed(arguments: argparse.Namespace, source: Path, mechanism: str, texts: l
         "attention": mechanism,
         **MECHANISMS[mechanism],
         "preset": "default",
-        "max_position_embeddings": LENGTH,
+        "max_position_embeddings": length,
         "train_file": train,
         "tokens": arguments.tokens,
     }
@@ -200,21 +210,131 @@ def speed(source: Path, mechanisms: list[str], length: int, rounds: int) -> Tabl
     return table([f"one pass over {length:,} tokens, times as fast as", *models], rows)
 
 
+@torch.no_grad()
+def native_speed(mechanisms: list[str], layers: int, length: int, rounds: int) -> Table:
+    """Times as many tokens a second, by CPU time, as the stock layers of ModernBERT's shape, with random weights."""
+    stock = ModernBertModel(ModernBertConfig(num_hidden_layers=layers, max_position_embeddings=length)).eval()
+    models = {name: convert(stock, mechanism=name, **MECHANISMS[name], drop=["sliding_window"]) for name in mechanisms}
+    ids = torch.randint(1000, 20000, (1, length), generator=torch.Generator().manual_seed(0))
+    passes = {name: partial(model, input_ids=ids) for name, model in {ORIGINAL: stock, **models}.items()}
+    found = times_as_fast(times_in_turns(passes, rounds), ORIGINAL)
+    row = ["its own layers", *(found[name] for name in models)]
+    return table([f"ModernBERT, {layers} layers, {length:,} tokens, times as fast as", *models], [row])
+
+
 Reader = tuple[Any, Callable[..., dict[str, list[Tensor]]]]
 """A model, and what it makes of documents."""
 
 
-def readers_of(arguments: argparse.Namespace, source: Path, texts: list[str]) -> dict[str, Reader]:
-    """The original, and each converted model, untrained and healed on every second text."""
+def readers_of(
+    arguments: argparse.Namespace, source: Path, texts: list[str], length: int = LENGTH
+) -> dict[str, Reader]:
+    """The original, and each converted model, untrained and healed on these texts; all read `length` tokens."""
     readers: dict[str, Reader] = {}
     for name in arguments.models:
         if name == ORIGINAL:
-            readers[name] = (AutoModel.from_pretrained(source).eval(), by_original)
+            readers[name] = (AutoModel.from_pretrained(source).eval(), partial(by_original, length=length))
             continue
-        readers[f"{name} untrained"] = (untrained(source, name, LENGTH), by_converted)
+        models = {"untrained": untrained(source, name, length)}
         if arguments.tokens != "0":
-            readers[f"{name} healed"] = (healed(arguments, source, name, texts[1::2]), by_converted)
+            models["healed"] = healed(arguments, source, name, texts, length)
+        readers |= {f"{name} {state}": (model, partial(by_converted, length=length)) for state, model in models.items()}
     return readers
+
+
+def without_far(reader: Reader) -> Reader:
+    """The same weights, of which a `hybrid` computes its window and its global tokens only."""
+    model = copy.deepcopy(reader[0])
+    for module in model.modules():
+        if hasattr(module, "uses_far"):
+            module.uses_far = False
+    return model, reader[1]
+
+
+def meetings(folder: Path) -> tuple[list[str], dict[str, int]]:
+    """The documents of LongEmbed's QMSum, and its queries, each with the number of its document.
+
+    There are 197 and 1,527. A query is a summary; two of them stand at two meetings, of which the first one counts.
+
+    Raises:
+        SystemExit: if the folder is no copy of the repository.
+    """
+    texts: list[str] = []
+    queries: dict[str, int] = {}
+    for part in (folder / "data" / "ALL" / split for split in ("train", "val")):
+        files = sorted(part.glob("*.json"))
+        if not files:
+            raise SystemExit(f"--qmsum: {part} has no *.json; give a copy of github.com/Yale-LILY/QMSum")
+        for meeting in (json.loads(file.read_text(encoding="utf-8")) for file in files):
+            for asked in meeting["general_query_list"] + meeting["specific_query_list"]:
+                queries.setdefault(asked["answer"], len(texts))
+            texts.append("\n".join(f"{turn['speaker']}: {turn['content']}" for turn in meeting["meeting_transcripts"]))
+    return texts, queries
+
+
+def kept(folder: Path, texts: list[str], embed: Callable[[list[str]], Any]) -> tuple[Any, float]:
+    """What `embed` makes of texts, and its CPU seconds, from the folder if they are there."""
+    file = folder / f"{hashlib.sha256(''.join(texts).encode()).hexdigest()[:16]}.pt"
+    if not file.is_file():
+        start = time.process_time()
+        found = embed(texts)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save((found, time.process_time() - start), file)
+    return torch.load(file)
+
+
+def ndcg(documents: list[Tensor], queries: Tensor, right: Tensor) -> Tensor:
+    """nDCG@10 `[Q]` of queries `[Q, D]` with one right document each, `[Q]`; documents are `[chunks, D]`."""
+    scores = torch.stack([(queries @ chunks.T).amax(1) for chunks in documents], 1)
+    better = (scores > scores.gather(1, right[:, None])).sum(1)
+    return (better < 10) / (better + 2).log2()
+
+
+def difference(mine: Tensor, other: Tensor | None) -> str | None:
+    """The mean of paired differences, and its 95% interval by the bootstrap."""
+    if other is None or other is mine:
+        return None
+    paired = mine - other
+    picks = torch.randint(len(paired), (10_000, len(paired)), generator=torch.Generator().manual_seed(0))
+    low, high = paired[picks].mean(1).quantile(torch.tensor([0.025, 0.975])).tolist()
+    return f"{paired.mean():+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def meeting_retrieval(arguments: argparse.Namespace, source: Path, tokenizer: Any, pieces: list[str]) -> Table:
+    """nDCG@10 of every way to read QMSum's meetings, and the speed of the models, which take turns by meeting."""
+    texts, asked = meetings(Path(arguments.qmsum))
+    length = max(len(tokenizer(text, verbose=False).input_ids) for text in texts)
+    readers = readers_of(arguments, source, pieces, max(LENGTH, length))
+    readers |= {f"{name} without far": without_far(readers[name]) for name in readers if name.startswith("hybrid")}
+    kind = f"{arguments.tokens}{'-bfloat16' * arguments.bfloat16}"
+    folders = {name: arguments.output_dir / "long_documents" / f"{name}-{kind}".replace(" ", "-") for name in readers}
+    reading = torch.autocast("cpu", torch.bfloat16, enabled=arguments.bfloat16)
+    vectors: dict[str, list[Tensor]] = {}
+    times: Times = {name: [] for name in readers}
+    for number, text in enumerate(texts, 1):
+        for name, (model, embed) in readers.items():
+            found, seconds = kept(folders[name], [text], reading(partial(embed, model, tokenizer)))
+            times[name].append(seconds)
+            for way, (vector,) in found.items():
+                vectors.setdefault(f"{name}, {way}", []).append(vector)
+        write(f"{number} of {len(texts)} meetings")
+    right = torch.tensor([*asked.values()])
+    scores: dict[str, Tensor] = {}
+    for way, given in vectors.items():
+        name = way.partition(",")[0]
+        read, _ = kept(folders[name], [*asked], reading(partial(query_vectors, readers[name][0], tokenizer)))
+        scores[way] = ndcg(given, torch.stack(read), right)
+    rows = []
+    for way, score in scores.items():
+        window = re.sub(r"(hybrid|linear) (\w+)( without far)?", r"window \2", way)
+        rivals = (f"{ORIGINAL}, chunks of 512", window, way.replace(",", " without far,"))
+        first, mine = next(iter(times.values())), times[way.partition(",")[0]]
+        low, middle, high = statistics.quantiles([a / b for a, b in zip(first, mine, strict=True)], n=4)
+        found = [score.mean().item(), *(difference(score, scores.get(rival)) for rival in rivals)]
+        rows.append([way, *found, len(texts) / sum(mine), middle, f"{low:.2f} to {high:.2f}"])
+    more = ("more than chunks", "than window", "than without far", "meetings a second")
+    title = f"{len(texts)} meetings, {len(asked)} queries"
+    return table([title, "nDCG@10", *more, f"times as fast as {next(iter(times))}", "quartiles"], rows)
 
 
 def retrieval(readers: dict[str, Reader], tokenizer: Any, texts: list[str]) -> Table:
@@ -238,16 +358,22 @@ def main(argv: list[str] | None = None) -> None:
     """Heal the models, and measure recall and speed."""
     quick = {"documents": 6, "size": 1024, "tokens": "2k", "rounds": 1, "length": 1024}
     defaults = {"text": None, "documents": 0, "size": LENGTH - 96, "tokens": "0.25M", "rounds": 3, "length": 8192}
+    defaults |= {"qmsum": None, "bfloat16": False, "native_layers": 0}
     arguments = parse(__doc__, argv, quick, models=[ORIGINAL, "hybrid", "window"], **defaults)
     source = minilm_folder()
     tokenizer = AutoTokenizer.from_pretrained(source)
     texts = documents(arguments.text, tokenizer, arguments.size)
     if arguments.documents:  # spread over both sources
         texts = texts[:: max(1, len(texts) // arguments.documents)][: arguments.documents]
-    tables = [retrieval(readers_of(arguments, source, texts), tokenizer, texts)]
+    if arguments.qmsum:
+        tables = [meeting_retrieval(arguments, source, tokenizer, texts)]
+    else:
+        tables = [retrieval(readers_of(arguments, source, texts[1::2]), tokenizer, texts)]
     timed = [name for name in arguments.models if name != ORIGINAL]
     if timed and arguments.rounds:
         tables.append(speed(source, timed, arguments.length, arguments.rounds))
+        if arguments.native_layers:
+            tables.append(native_speed(timed, arguments.native_layers, arguments.length, arguments.rounds))
     save(arguments, "long_documents", tables)
 
 

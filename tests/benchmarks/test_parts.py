@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -185,6 +187,46 @@ def test_retrieval_counts_the_most_similar_chunk_of_every_document():
     query = torch.tensor([0.5, 0.0, 0.8, 0.3])
     assert long_documents.recall(given, [(1, query)]) == 1
     assert long_documents.recall(given, [(1, query), (0, query), (2, query)], 2) == pytest.approx(2 / 3)
+
+
+def test_meetings_are_those_of_longembed(tmp_path):
+    """The transcript is the document, each summary a query; one that stands twice belongs to the first meeting."""
+    with pytest.raises(SystemExit, match=r"train has no .*QMSum"):
+        long_documents.meetings(tmp_path)
+    for split, name, answers in (("val", "a", "xz"), ("train", "c", "y"), ("train", "b", "xw")):
+        (tmp_path / "data" / "ALL" / split).mkdir(parents=True, exist_ok=True)
+        turns = [{"speaker": name, "content": "Hello ."}, {"speaker": "Chair", "content": "Bye ."}]
+        asked = [{"query": "Summarise.", "answer": answer} for answer in answers]
+        meeting = {"general_query_list": asked[:1], "specific_query_list": asked[1:], "meeting_transcripts": turns}
+        (tmp_path / "data" / "ALL" / split / f"{name}.json").write_text(json.dumps(meeting))
+    texts, queries = long_documents.meetings(tmp_path)
+    assert texts == [f"{name}: Hello .\nChair: Bye ." for name in "bca"]
+    assert queries == {"x": 0, "w": 0, "y": 1, "z": 2}
+
+
+def test_ndcg_of_one_right_document():
+    """As scikit-learn has it: the gain of a rank among the first ten."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, 3, generator=generator) for _ in range(14)]
+    queries, right = torch.randn(20, 3, generator=generator), torch.arange(20) % 14
+    found = long_documents.ndcg(given, queries, right)
+    scores = [[max(float(chunk @ query) for chunk in chunks) for chunks in given] for query in queries]
+    ranks = [sorted(row, reverse=True).index(row[own]) for row, own in zip(scores, right.tolist(), strict=True)]
+    expected = [1 / math.log2(rank + 2) if rank < 10 else 0 for rank in ranks]
+    assert 0 in expected
+    assert found.tolist() == pytest.approx(expected)
+
+
+def test_an_interval_of_paired_differences():
+    """As wide as the normal approximation says, of the differences and not of the figures."""
+    noise = torch.randn(400, generator=torch.Generator().manual_seed(0))
+    other = 10 * torch.randn(400, generator=torch.Generator().manual_seed(1))
+    found = long_documents.difference(other + noise, other)
+    mean, low, high = map(float, re.findall(r"[-+][.\d]+", found))
+    assert mean == pytest.approx(noise.mean().item(), abs=1e-3)
+    half = 1.96 * noise.std().item() / 20
+    assert (low, high) == pytest.approx((mean - half, mean + half), abs=0.01)
+    assert long_documents.difference(other, None) is None
 
 
 def test_an_option_of_a_stage_that_is_none_is_refused():
