@@ -194,10 +194,14 @@ def escaped(text: str) -> str:
 
 
 def _results(task: str, data: str, metrics: Mapping[str, Any]) -> list[EvalResult]:
-    """The figures in the form in which the Hub shows them beside a model."""
+    """The figures of held-out data in the form in which the Hub shows them; `eval_recall` may be that of other texts."""
     from huggingface_hub import EvalResult
 
-    numbers = {name: value for name, value in metrics.items() if type(value) in (int, float)}
+    numbers = {
+        name: value
+        for name, value in metrics.items()
+        if type(value) in (int, float) and not name.startswith("eval_recall")
+    }
     return [
         EvalResult(task, data, data, "_".join(re.findall(r"\w+", name.lower())), value, metric_name=name)
         for name, value in numbers.items()

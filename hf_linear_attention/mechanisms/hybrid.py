@@ -15,7 +15,8 @@ output of the gated delta rule over all tokens so far (gated_delta.py): o_i = (1
 sigmoid(w h + b) of the hidden state h. At the start m is 1/50.
 
 With `num_exact_keys` = M, the M keys behind the window with the largest scores stay exact, and only the others are far
-keys (exact_keys.py). The score of a key is w·h, of the hidden state h of its token. It learns from the softmax model's
+keys (exact_keys.py). The score of the key at position p is w·h + r p / 64, of the hidden state h of its token. So a
+head may keep what is worth it, or what is recent, as a longer window would. w and r learn from the softmax model's
 attention to keys behind the window, during attention transfer, as the retaining heads of Locret (Huang 2024) do.
 
 In an encoder the window extends w - 1 tokens to either side, far keys are before and after it, and the first s tokens
@@ -68,6 +69,8 @@ from .window import ORDINARY, Line, WindowAttention, WindowState
 
 # The share of the delta rule at the start, which leaves the untrained mechanism close to the window.
 INITIAL_SHARE = 0.02
+# The unit of positions in scores, so that one learning rate suits the slope and w.
+SLOPE_TOKENS = 64
 
 
 class HybridAttention(HybridOptions, WindowAttention):
@@ -92,6 +95,7 @@ class HybridAttention(HybridOptions, WindowAttention):
             self._add_rule(settings, shape)
         self.num_exact_keys = settings["num_exact_keys"]
         self.score_projection: nn.Parameter | None = None
+        self.score_slope: nn.Parameter | None = None
         if self.num_exact_keys:
             self._add_exact_keys(shape)
         self.joins_at_once = True  # False: the operators of the parts run one by one, so that `mix` sees them
@@ -108,6 +112,7 @@ class HybridAttention(HybridOptions, WindowAttention):
 
     def _add_exact_keys(self, shape: LayerShape) -> None:
         self.score_projection = nn.Parameter(torch.empty(shape.num_key_value_heads, hidden_size_of(shape)))
+        self.score_slope = nn.Parameter(torch.empty(shape.num_key_value_heads))
         self.needs_gates = True
         # Of a key farther away than the trained length, the logit is that at this distance, as with sinks.
         self.to_kept = RotaryShift(shape.rotary) if shape.rotary and self.trained_length else None
@@ -135,8 +140,9 @@ class HybridAttention(HybridOptions, WindowAttention):
         if self.rule is not None:
             self.rule.reset_parameters(self.generator(draw=1))
             self.share.reset_parameters()
-        if self.score_projection is not None:
-            init.zeros_(self.score_projection)
+        for parameter in (self.score_projection, self.score_slope):
+            if parameter is not None:
+                init.zeros_(parameter)
 
     def gates(self, hidden_states: Tensor) -> Tensor:
         """What the delta rule takes, and its share of the output of each query head; see `DeltaRule.gates`.
@@ -286,9 +292,12 @@ class HybridAttention(HybridOptions, WindowAttention):
         count = len(Kept._fields) + self.keeps_positions
         return WindowState(state[:count], *state[count:-1])._replace(score=state[-1])
 
-    def scores(self, inputs: MechanismInputs) -> Tensor | None:
+    def scores(self, inputs: MechanismInputs, position: Tensor | None) -> Tensor | None:
         """In float32, so that any split of an input compares the same numbers; see `WindowAttention.scores`."""
-        return cast(Tensor, inputs.gates).float().transpose(1, 2).unsqueeze(-1) if self.num_exact_keys else None
+        if self.score_slope is None or position is None:
+            return None
+        recent = self.score_slope.float()[:, None] * (position.unsqueeze(1) / SLOPE_TOKENS)
+        return (cast(Tensor, inputs.gates).float().transpose(1, 2) + recent).unsqueeze(-1)
 
     def _parts_with_exact_keys(
         self, inputs: MechanismInputs, line: Line, mask: Tensor, sums: Any

@@ -232,8 +232,11 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         """The state from its tensors."""
         return WindowState(*state) if self.has_sums else WindowState(None, *state)
 
-    def scores(self, inputs: MechanismInputs) -> Tensor | None:
-        """What decides which keys are kept behind the window, `[B, Hkv, N, 1]`; None if none is."""
+    def scores(self, inputs: MechanismInputs, position: Tensor | None) -> Tensor | None:
+        """What decides which keys are kept behind the window, `[B, Hkv, N, 1]`; None if none is.
+
+        `position [B or 1, N]` counts the real tokens of each sequence from 1.
+        """
         return None
 
     def _refuse_numbers(self, is_causal: bool, state: State | None) -> None:
@@ -309,7 +312,9 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         if old is not None:
             position, first = position + old.num_seen, first - old.num_seen
         placed = inputs.positions if self.keeps_positions else None
-        line = Line(inputs.key, inputs.value, kind_of(mask, position, self.num_sinks), placed, self.scores(inputs))
+        line = Line(
+            inputs.key, inputs.value, kind_of(mask, position, self.num_sinks), placed, self.scores(inputs, position)
+        )
         if old is not None:
             line = Line(old.key, old.value, old.kind, old.position, old.score).followed_by(line, mask is not None)
         sinks, seen = self._sinks(inputs, position, first, old)
@@ -325,20 +330,21 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         first = min(s, length)
         ordinary = F.pad(torch.ones(batch, length - first, dtype=torch.bool, device=device), (first, 0))
         placed = inputs.positions if self.keeps_positions else None
-        line = Line(inputs.key, inputs.value, ordinary, placed, self.scores(inputs))
+        place = torch.arange(1, length + 1, dtype=torch.long, device=device)[None] if self.num_exact_keys else None
+        line = Line(inputs.key, inputs.value, ordinary, placed, self.scores(inputs, place))
         kind = inputs.key.new_full((batch, w), ORDINARY, dtype=torch.int8)
         if length < w + s:  # some slots of the window hold a sink or are empty
             kind[:, : max(0, w - length + first)] = SINK
             kind[:, : max(0, w - length)] = EMPTY
         # Padding by a negative number crops and copies, so that the state does not keep all keys alive.
         key, value = (F.pad(x, (0, 0, w - length, 0)) for x in (inputs.key, inputs.value))
-        place = None if line.position is None else F.pad(line.position, (w - length, 0)).contiguous()
+        kept_place = None if line.position is None else F.pad(line.position, (w - length, 0)).contiguous()
         sinks = tuple(F.pad(x, (0, 0, 0, s - length)) for x in (inputs.key, inputs.value))
         seen = torch.ones(batch, length, s, dtype=torch.bool, device=device).tril()
         position = None if self.alibi is None else torch.arange(1, length + 1, dtype=torch.long, device=device)[None]
         num_seen = torch.full((batch, 1), length, dtype=torch.long, device=device)
         score = None if line.score is None else F.pad(line.score, (0, 0, w - length, 0)).contiguous()
-        return line, Line(key, value, kind, place, score), sinks, seen, position, num_seen
+        return line, Line(key, value, kind, kept_place, score), sinks, seen, position, num_seen
 
     def _sinks(
         self, inputs: MechanismInputs, position: Tensor, first: Tensor, old: WindowState | None

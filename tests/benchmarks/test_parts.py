@@ -168,7 +168,7 @@ def test_every_form_uses_the_bytes(share):
     budget = int(share * recall.cache_bytes(teacher))
     for name, form in recall.FORMS.items():
         settings = recall.sized(teacher, form, budget)
-        least = 0 if form.size is None else 0.95 * budget
+        least = 0 if form.size is None else 0.93 * budget  # two exact keys are 6 % of the smallest one
         assert least < recall.bytes_of(teacher, settings) <= budget, name
     assert recall.sized(teacher, recall.FORMS["linear exp"], 100) is None
 

@@ -42,7 +42,7 @@ def test_a_checkpoint_computes_what_it_did(model, expected):
     saved = json.loads((FIRST / "converted" / "config.json").read_text())["linear_attention"]
     assert "format_version" not in saved
     unknown, off = {"rope_frequencies": None, "trained_length": None, "rotary": None}, {"softmax_heads": []}
-    later = {**unknown, **off, "far": "linear"}
+    later = {**unknown, **off, "far": "linear", "num_exact_keys": 0}
     assert model.config.linear_attention == {**saved, **later, "format_version": 1}
     real = expected["attention_mask"].bool()
     actual = model(**inputs(expected)).logits

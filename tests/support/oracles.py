@@ -188,6 +188,8 @@ def joint(mechanism, query, key, value, mask, is_causal, scaling):
     def compute(*parts):
         parts, scores = (parts[:-1], parts[-1].squeeze(-1)) if count else (parts, None)
         if scores is not None:
+            place = torch.arange(1, scores.shape[2] + 1)
+            scores = scores + mechanism.score_slope.detach().float()[:, None] * place / 64
             kept = reference.kept_keys(scores, mechanism.window_size, mechanism.num_sinks, count)
             options["kept"] = reference.repeat_heads(kept, parts[0].shape[1])
         if "far_log_scale" in mix:

@@ -393,7 +393,7 @@ class SampledQueries:
         visible = (gap >= 0) & (numbers[:, chosen, None] == numbers[:, None]) & (numbers > 0)[:, None]
         far = visible & (gap >= mechanism.window_size) & (place >= mechanism.num_sinks)[:, None]
         count = mechanism.num_exact_keys
-        scores = mechanism.scores(seen.inputs)
+        scores = mechanism.scores(seen.inputs, place + 1)
         return cls(
             chosen, place, numbers > 0, logits, visible, far, None if scores is None else scores.squeeze(-1), count
         )

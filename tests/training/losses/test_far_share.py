@@ -41,13 +41,14 @@ def observed(model: Any, batch: dict[str, Tensor]) -> list[ObservedAttention]:
 def scores_of(seen: ObservedAttention, row: int, real: Tensor) -> Tensor:
     """The scores `[1, Hkv, N]` of the real keys of a row."""
     assert seen.inputs.gates is not None
-    return seen.inputs.gates[row : row + 1, real].detach().transpose(1, 2)
+    slope, place = seen.module.linear_attention.score_slope.detach()[:, None], torch.arange(1, int(real.sum()) + 1)
+    return seen.inputs.gates[row : row + 1, real].detach().transpose(1, 2) + slope * place / 64
 
 
 def with_scores(model: Any) -> Any:
     """The model with scores that differ from key to key."""
     for name, parameter in model.named_parameters():
-        if name.endswith("score_projection"):
+        if "score_" in name:
             torch.nn.init.normal_(parameter)
     return model
 
@@ -174,7 +175,7 @@ def test_scores_learn_the_softmax_weights_behind_the_window() -> None:
 def test_transfer_trains_the_scores_and_its_value_is_the_error_of_the_outputs() -> None:
     model = with_scores(convert(stock_model("llama"), **HYBRID, num_exact_keys=3)).eval()
     batch = padded_batch([40, 33])
-    parameters = [p for name, p in model.named_parameters() if name.endswith("score_projection")]
+    parameters = [p for name, p in model.named_parameters() if "score_" in name]
     seen = observed(model, batch)
     objective = far_share.AttentionTransfer(recipe_of(task="causal_lm", attention_transfer_weight=1.0))
     total = objective.total(batch, far_share.StudentOutputs(attention=tuple(seen)), None)
