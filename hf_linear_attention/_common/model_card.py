@@ -194,7 +194,7 @@ def escaped(text: str) -> str:
 
 
 def _results(task: str, data: str, metrics: Mapping[str, Any]) -> list[EvalResult]:
-    """The figures of held-out data in the form in which the Hub shows them; `eval_recall` may be that of other texts."""
+    """The figures of held-out data in the form in which the Hub shows them; `eval_recall` may be of other texts."""
     from huggingface_hub import EvalResult
 
     numbers = {
