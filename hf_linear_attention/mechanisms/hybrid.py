@@ -296,7 +296,7 @@ class HybridAttention(HybridOptions, WindowAttention):
         """In float32, so that any split of an input compares the same numbers; see `WindowAttention.scores`."""
         if self.score_slope is None or position is None:
             return None
-        recent = self.score_slope.float()[:, None] * (position.unsqueeze(1) / SLOPE_TOKENS)
+        recent = self.score_slope.float()[:, None] * (position.float().unsqueeze(1) / SLOPE_TOKENS)
         return (cast(Tensor, inputs.gates).float().transpose(1, 2) + recent).unsqueeze(-1)
 
     def _parts_with_exact_keys(
