@@ -180,15 +180,18 @@ class HybridAttention(HybridOptions, WindowAttention):
             output = with_dtype(exact + share.unsqueeze(-1) * (delta.transpose(1, 2) - exact), near.dtype)
         return output, (sums, *(rest or ()))
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether there are only a window, sinks and far keys, which one kernel computes together."""
+        return self.has_sums and self.alibi is None and self.uses_far and not self.num_exact_keys
+
     def _step_in_rows(self, inputs: MechanismInputs, states: State) -> Tensor | None:
         found = self._step(inputs, self.read(states)) if self.has_sums else None
         return None if found is None else found[0]
 
     def _step(self, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State] | None:
         """`_attend_causally` for one token in few operations, because at this size the overhead of each dominates."""
-        if not self.has_sums or self.alibi is not None or not self.uses_far or torch.is_grad_enabled():
-            return None
-        if self.num_exact_keys:
+        if not self._is_plain or torch.is_grad_enabled():
             return None
         found = implemented("hybrid_step", self, inputs, old)
         if found is not None or inputs.rows is not None:
@@ -392,9 +395,7 @@ class HybridAttention(HybridOptions, WindowAttention):
     def _at_once(
         self, inputs: MechanismInputs, line: Line, sinks: tuple[Tensor, ...], seen: Tensor, sums: Tensor | None
     ) -> tuple[Tensor, Tensor | None] | None:
-        if not self.has_sums or self.alibi is not None or not self.uses_far or not self.joins_at_once:
-            return None
-        if self.num_exact_keys:
+        if not self._is_plain or not self.joins_at_once:
             return None
         return implemented("hybrid", self, inputs, line, sinks, seen, sums)
 

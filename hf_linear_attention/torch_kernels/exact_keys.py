@@ -83,10 +83,8 @@ def choose(score: Tensor, places: Tensor, count: int, numbers: tuple[Tensor, Ten
         seen = seen & (numbers[0].gather(2, order).unsqueeze(2) == numbers[1][:, None, :, None])
     rank = seen.cumsum(dim=3)
     kept, is_new = seen & (rank <= count), enters.unsqueeze(2) == step
-    others = (rank == count + 1) & (kept & is_new).any(
-        3, keepdim=True
-    )  # of the old ones the last, if the new one stays
-    leaves = (others | (is_new & ~kept)) & seen
+    has_new = (kept & is_new).any(dim=3, keepdim=True)  # then the last of the others leaves
+    leaves = (((rank == count + 1) & has_new) | (is_new & ~kept)) & seen
     places = places.gather(2, order)
     displaced = (leaves * places.unsqueeze(2)).sum(dim=3)
     return Choice(places, kept, displaced, leaves.any(dim=3))
