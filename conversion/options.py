@@ -43,7 +43,7 @@ DEFAULT = "default"
 # The file with the options of a conversion, beside its weights.
 RECIPE = "recipe.yaml"
 # The sizes that `--state_bytes` chooses.
-SIZES = ("window_size", "num_sinks", "num_features")
+SIZES = ("window_size", "num_sinks", "num_features", "num_exact_keys")
 # Options of earlier versions, and what replaces them.
 GONE = {
     "evaluate": Gone("use `hf-linear-attention evaluate --model_name_or_path OUT --teacher_name_or_path SRC`"),

@@ -23,7 +23,6 @@ from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.model_card import REPORT, source_metadata, write_model_card
 from hf_linear_attention._common.output_lock import only_writer
 from hf_linear_attention._common.reading import reading
-from hf_linear_attention.attention.survey import NoRotaryError, RotaryError
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
 from hf_linear_attention.conversion.export.stock import finish_stock, refuse
@@ -38,7 +37,7 @@ from hf_linear_attention.conversion.output_folder import (
     share_permissions,
 )
 from hf_linear_attention.conversion.page import write_page
-from hf_linear_attention.conversion.plan import Plan, changed, make_plan, spread_over_layers
+from hf_linear_attention.conversion.plan import Plan, make_plan, spread_over_layers
 from hf_linear_attention.conversion.preset_plan import (
     Training,
     check_training_options,
@@ -50,6 +49,7 @@ from hf_linear_attention.conversion.report import build_report, published_words,
 from hf_linear_attention.conversion.softmax_choice import count_of, ranking_file, with_chosen, with_listed
 from hf_linear_attention.conversion.source import Source, cast_weights, open_source
 from hf_linear_attention.conversion.verification import verify
+from hf_linear_attention.conversion_api import with_defaults
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.position_extension import Extension
 
@@ -180,32 +180,27 @@ def _check_samples(arguments: ConversionArguments, plan: Plan) -> None:
 
 
 def _plan(request: Request, source: Source) -> Plan:
-    """The plan, without `rope` = `partial` if only the preset asks for it and the model does not allow it."""
+    """The plan, without those settings of a preset that the model does not allow."""
     arguments = request.arguments
     options = (arguments.trust_remote_code, arguments.dtype, arguments.max_position_embeddings)
 
     def spread(given: Mapping[str, Any]) -> Any:
         return spread_over_layers(given, source, arguments.trust_remote_code)
 
-    if arguments.preset is None and not request.is_default:
-        return make_plan(source, request.settings_over({}, spread), *options)
-    preset = preset_settings(
-        arguments.preset or DEFAULT, source, arguments.trust_remote_code, arguments.cross_attention
-    )
-    settings = request.settings_over(preset, spread)
-    try:
+    preset: Mapping[str, Any] = {}
+    if arguments.preset is not None or request.is_default:
+        preset = preset_settings(
+            arguments.preset or DEFAULT, source, arguments.trust_remote_code, arguments.cross_attention
+        )
+
+    def make(settings: Any) -> Plan:
         plan = make_plan(source, settings, *options)
         if arguments.preset is None:
             return plan
         healed = with_healed_frequencies(settings, plan, arguments.preset)
         return plan if healed == settings else make_plan(source, healed, *options)
-    except UsageError as error:
-        if not isinstance(error.__cause__, RotaryError) or "rope" in request.given:
-            raise
-        if arguments.preset is not None or not isinstance(error.__cause__, NoRotaryError):
-            logger.warning("%s. The model is converted with `rope` = `before_map`.", str(error).rstrip("."))
-        settings = changed(settings, lambda entry: {**entry, "rope": "before_map"} if "rope" in entry else {**entry})
-        return make_plan(source, settings, *options)
+
+    return with_defaults(make, request.settings_over(preset, spread), request.given)
 
 
 def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> RealInputs | None:

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -197,17 +197,57 @@ def _convert_config(
     if settings is not None or "mechanism" in given or hasattr(config, "linear_attention"):
         return convert_config(config, settings, **further, **given)
     complete = {**DEFAULTS[direction_of(config, bool(given.get("cross_attention")))], **given}
-    try:
-        found = convert_config(config, **further, **complete)
-        if "rope" in complete and "rope" not in given:
-            with torch.device("meta"):
-                linear_model_class(model_class)(copy.deepcopy(found))
-    except RotaryError as error:  # no rotary positions, or not of the usual kind
-        if not isinstance(error, NoRotaryError):
-            logger.warning(f"{str(error).rstrip('.')}. The model is converted with `rope` = `before_map`.")
-        complete = {name: value for name, value in complete.items() if name != "rope"}
-        found = convert_config(config, **further, **complete)
-    return found
+
+    def make(settings: Any) -> Any:
+        found = convert_config(config, **further, **settings)
+        with torch.device("meta"):
+            linear_model_class(model_class)(copy.deepcopy(found))
+        return found
+
+    return with_defaults(make, complete, given)
+
+
+def with_defaults(make: Callable[[Any], Any], settings: Any, given: Container[str]) -> Any:
+    """`make(settings)`, without those default settings that it refuses; a warning names them.
+
+    A model may have no rotary positions, or not of the usual kind. Exact keys need hidden states and no ALiBi; where
+    they are impossible, the window is longer by as many tokens.
+
+    Args:
+        settings: `linear_attention`, or a list for layers with different settings.
+        given: the names of those settings that the user chose, which are not changed.
+
+    Raises:
+        ValueError: that of `make`, if it is not for a default setting.
+    """
+    notes: list[str] = []
+    while True:
+        try:
+            made = make(settings)
+            break
+        except ValueError as error:
+            cause = error.__cause__ if isinstance(error.__cause__, ValueError) else error
+            entries = [_without_refused(entry, cause, given) for entry in entries_of(settings)]
+            if entries == [*entries_of(settings)]:
+                raise
+            settings = entries[0] if isinstance(settings, Mapping) else entries
+            if not isinstance(cause, NoRotaryError):
+                instead = "`rope` = `before_map`" if isinstance(cause, RotaryError) else "`num_exact_keys` = 0"
+                notes.append(f"{str(cause).rstrip('.')}. The model is converted with {instead}.")
+    for note in notes:
+        logger.warning(note)
+    return made
+
+
+def _without_refused(entry: Mapping[str, Any], error: BaseException, given: Container[str]) -> dict[str, Any]:
+    """One entry of settings without the default that is refused by `error`, if there is one."""
+    if isinstance(error, RotaryError):
+        return {name: value for name, value in entry.items() if name != "rope" or "rope" in given}
+    exact = entry.get("num_exact_keys")
+    if entry["mechanism"] != "hybrid" or exact == 0 or "num_exact_keys" in given:
+        return dict(entry)
+    longer = {"window_size": entry["window_size"] + exact} if exact and "window_size" not in given else {}
+    return {**entry, "num_exact_keys": 0, **longer}
 
 
 def _converted(

@@ -14,8 +14,9 @@ from .configuration_linear_attention import is_causal_config
 DEFAULTS: dict[str, dict[str, Any]] = {
     "causal": {
         "mechanism": "hybrid",
-        "window_size": 64,
+        "window_size": 16,
         "num_sinks": 4,
+        "num_exact_keys": 48,
         "num_features": 64,
         "decay": "learned",
         "rope": "partial",

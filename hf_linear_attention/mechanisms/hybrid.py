@@ -16,8 +16,9 @@ sigmoid(w h + b) of the hidden state h. At the start m is 1/50.
 
 With `num_exact_keys` = M, the M keys behind the window with the largest scores stay exact, and only the others are far
 keys (exact_keys.py). The score of the key at position p is w·h + r p / 64, of the hidden state h of its token. So a
-head may keep what is worth it, or what is recent, as a longer window would. w and r learn from the softmax model's
-attention to keys behind the window, during attention transfer, as the retaining heads of Locret (Huang 2024) do.
+head may keep what is worth it, or what is recent, as a longer window would: at the start w is 0 and r is 1. w and r
+learn from the softmax model's attention to keys behind the window, during attention transfer, as the retaining heads of
+Locret (Huang 2024) do.
 
 In an encoder the window extends w - 1 tokens to either side, far keys are before and after it, and the first s tokens
 are global: they also attend to every key exactly (Longformer 2020, section 3.1).
@@ -140,9 +141,9 @@ class HybridAttention(HybridOptions, WindowAttention):
         if self.rule is not None:
             self.rule.reset_parameters(self.generator(draw=1))
             self.share.reset_parameters()
-        for parameter in (self.score_projection, self.score_slope):
-            if parameter is not None:
-                init.zeros_(parameter)
+        if self.score_projection is not None:
+            init.zeros_(self.score_projection)
+            init.ones_(self.score_slope)
 
     def gates(self, hidden_states: Tensor) -> Tensor:
         """What the delta rule takes, and its share of the output of each query head; see `DeltaRule.gates`.

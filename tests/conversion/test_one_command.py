@@ -29,7 +29,7 @@ from hf_linear_attention.training.presets import Preset, Stage, fit_to, load_pre
 
 SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
 # Shorter than the 48 tokens that the twins read, so that there is something for the linear part to do.
-WINDOW = ("--window_size", 4, "--num_features", 8)
+WINDOW = ("--window_size", 4, "--num_exact_keys", 4, "--num_features", 8)
 HEALED = ("--controls", "healed")
 
 
@@ -86,7 +86,7 @@ def test_it_converts_trains_and_measures(whole, trained, llama):
     assert quality["student"] == pytest.approx(runs[-1]["metrics"]["eval_nats_per_token"], rel=1e-6)
     assert quality["student"] != pytest.approx(runs[0]["metrics"]["eval_nats_per_token"], rel=1e-6)
     assert {"window_alone", "without_far", "agreement", "kl", "gap"} <= quality.keys()
-    for text in (f"| nats per token, the original | {quality['teacher']:.4g} |", "| preset | default (version 6) |"):
+    for text in (f"| nats per token, the original | {quality['teacher']:.4g} |", "| preset | default (version 7) |"):
         assert text in card
     assert ".unfinished" not in card + trained["stdout"]
     assert re.search(rf"KL\(original, this model\), nats per token +{quality['kl']:.4g}\n", trained["stdout"])

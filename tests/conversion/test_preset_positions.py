@@ -22,8 +22,7 @@ def test_a_model_without_rotary_positions_is_converted_without_the_option(tmp_pa
     code, out, err = dry_run(tmp_path)
     assert code == 0, err
     assert "rope=before_map" in out
-    assert "GPT2Attention has no rotary positions" in err
-    assert "The model is converted with `rope` = `before_map`" in err
+    assert "rotary" not in err
     code, _, err = dry_run(tmp_path, "--rope", "partial")
     assert code == 2
     assert "`rope` = `partial`" in err

@@ -25,7 +25,7 @@ from hf_linear_attention.modeling_linear_attention import linear_model_class
 from hf_linear_attention.training.presets import load_preset
 
 
-WINDOW = ("--window_size", 4, "--num_features", 8)
+WINDOW = ("--window_size", 4, "--num_exact_keys", 4, "--num_features", 8)
 SMALL = {"window_size": 4, "num_features": 8}
 
 
@@ -100,7 +100,7 @@ def test_without_a_mechanism_the_family_decides(llama, bert, tmp_path):
     assert convert(str(tmp_path / "gpt2")).config.linear_attention["rope"] == "before_map"
     assert convert(str(llama)).config.linear_attention["rope"] == "partial"
     given = convert(str(llama), feature_map="hedgehog").config.linear_attention
-    assert (given["mechanism"], given["feature_map"], given["window_size"]) == ("hybrid", "hedgehog", 64)
+    assert (given["mechanism"], given["feature_map"], given["window_size"]) == ("hybrid", "hedgehog", 16)
 
 
 def test_converted_cross_attention_gets_a_mechanism_that_has_a_form_for_it(tmp_path):

@@ -57,21 +57,28 @@ def test_a_budget_is_used_and_not_exceeded(llama, mechanism, budget, dtype):
 
 def test_a_given_size_stays():
     def bytes_of(sized):
-        return 100 * sized["window_size"] + 100 * sized["num_sinks"] + 50 * sized["num_features"] + 7
+        tokens = sized["window_size"] + sized["num_sinks"] + sized["num_exact_keys"]
+        return 100 * tokens + 50 * sized["num_features"] + 7
 
-    chosen = split_budget(12_000, {"mechanism": "hybrid", "num_features": 10, "num_sinks": 1}, bytes_of)
-    assert (chosen["num_features"], chosen["num_sinks"], chosen["window_size"]) == (10, 1, 113)
-    chosen = split_budget(13_000, {"mechanism": "hybrid"}, bytes_of)
-    assert (chosen["num_features"], chosen["num_sinks"], chosen["window_size"]) == (48, 4, 101)
+    def divided(budget, **given):
+        chosen = split_budget(budget, {"mechanism": "hybrid", **given}, bytes_of)
+        return [chosen[name] for name in ("num_features", "num_sinks", "num_exact_keys", "window_size")]
+
+    assert divided(12_000, num_features=10, num_sinks=1, num_exact_keys=0) == [10, 1, 0, 113]
+    # A sixth of 13,000 bytes is 43 features; of 99 tokens that are left behind the first two, 74 are exact keys.
+    assert divided(13_000) == [48, 4, 75, 26]
+    assert divided(13_000, window_size=40) == [48, 4, 61, 40]
+    assert divided(13_000, num_exact_keys=30) == [48, 4, 30, 71]
 
 
 def test_a_preset_splits_its_own_bytes_where_heads_are_small(llama):
     config = AutoConfig.from_pretrained(llama)
-    sizes = {"window_size": 64, "num_sinks": 4, "num_features": 64}
+    sizes = {"window_size": 16, "num_sinks": 4, "num_features": 64, "num_exact_keys": 48}
     small = with_budget(
         {"mechanism": "hybrid", **sizes, "state_bytes": "as_sized"}, LlamaForCausalLM, config, torch.float32
     )
-    assert small["num_features"] < 64 < small["window_size"]
+    assert small["num_features"] < 64
+    assert small["num_exact_keys"] > 48
     assert size_of(llama, **small) <= size_of(llama, mechanism="hybrid", **sizes)
     config.head_dim = 64
     large = with_budget(
