@@ -41,7 +41,7 @@ LABELS = {
     "student": "nats per token",
     "gap": "gap to the original, nats per token",
     "window_alone": "nats per token, untrained window and sinks alone",
-    "without_far": "nats per token, linear part switched off",
+    "without_far": "nats per token, all but window and sinks switched off",
     "agreement": "same top token",
     "kl": "KL(original, this model), nats per token",
     "cosine": "cosine of embeddings",

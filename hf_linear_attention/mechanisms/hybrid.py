@@ -141,7 +141,7 @@ class HybridAttention(HybridOptions, WindowAttention):
         if self.rule is not None:
             self.rule.reset_parameters(self.generator(draw=1))
             self.share.reset_parameters()
-        if self.score_projection is not None:
+        if self.score_projection is not None and self.score_slope is not None:
             init.zeros_(self.score_projection)
             init.ones_(self.score_slope)
 
@@ -343,34 +343,50 @@ class HybridAttention(HybridOptions, WindowAttention):
         own = None
         if numbers is not None:
             own = F.pad(torch.where(real, numbers, 0), (count, 0))[:, None].expand(-1, heads, -1)
-        held, results = places[..., :count], []
-        for steps in chunks_of(total - count):
-            found = torch.cat((held, places[..., count + steps.start : count + steps.stop]), dim=2)
-            score = keys.score.squeeze(-1).gather(2, found)
-            of_keys = None if own is None else own.gather(2, found)
-            packed = None if numbers is None or of_keys is None else (of_keys, numbers[:, steps])
-            choice = choose(score, found, count, packed)
-            results.append((*self._kept_part(inputs, keys.at(choice.places), choice.kept, steps), *choice[2:]))
-            if numbers is not None and of_keys is not None:
+        chunks, found, held = chunks_of(total - count), [], places[..., :count]
+        for steps in chunks:
+            chunk = torch.cat((held, places[..., count + steps.start : count + steps.stop]), dim=2)
+            found.append(chunk)
+            score = keys.score.squeeze(-1).gather(2, chunk)
+            if own is not None and numbers is not None:
                 following = numbers[:, min(steps.stop, total - count - 1)]
-                score = score.masked_fill(of_keys != following[:, None, None], NEVER)
+                score = score.masked_fill(own.gather(2, chunk) != following[:, None, None], NEVER)
             kept = kept_after(score, count)
-            held, score = found.gather(2, kept), score.gather(2, kept)
+            held, score = chunk.gather(2, kept), score.gather(2, kept)
+        results, whole = [], len(chunks) - (len(chunks) > 1 and found[-1].shape[2] < found[0].shape[2])
+        for first, last in ((0, whole), (whole, len(chunks))):  # those of one length at once
+            if first < last:
+                steps = slice(chunks[first].start, chunks[last - 1].stop)
+                results.append(self._chunks(inputs, keys, torch.stack(found[first:last], dim=2), steps, own))
         output, size, displaced, is_displaced = (
             torch.cat(x, dim=x[0].ndim - n) for x, n in zip(zip(*results), (2, 2, 1, 1))
         )
         return (output, size), displaced, is_displaced, keys.at(held)._replace(score=score.unsqueeze(-1))
 
+    def _chunks(
+        self, inputs: MechanismInputs, keys: Kept, found: Tensor, steps: slice, own: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`_exact_part` of some chunks, whose keys are at the places `found [B, Hkv, K, M + C]`."""
+        count, sizes, packed = self.num_exact_keys, found.shape[2:], None
+        if own is not None:
+            numbers = cast(Tensor, inputs.attention_mask)[:, None, steps].unflatten(2, (sizes[0], -1))
+            packed = own.gather(2, found.flatten(2)).unflatten(2, sizes), numbers
+        score = keys.score.squeeze(-1).gather(2, found.flatten(2)).unflatten(2, sizes)
+        choice = choose(score, found, count, packed)
+        part = self._kept_part(inputs, keys.at(choice.places), choice.kept, steps)
+        return *part, choice.displaced.flatten(2), choice.is_displaced.flatten(2)
+
     def _kept_part(self, inputs: MechanismInputs, keys: Kept, kept: Tensor, steps: slice) -> Part:
-        """The part of the keys `kept [B, Hkv, C, n]` for the queries `steps`."""
+        """The part of the keys `kept [B, Hkv, K, C, n]` for the queries `steps`."""
         heads, query, positions = keys.key.shape[1], inputs.query[:, :, steps], inputs.positions
         far = None
         move = None if positions is None else self._move_to_kept(positions[:, steps])
         if move is not None and self.to_kept is not None:
             place = cast(Tensor, keys.position).squeeze(-1)
-            gap = cast(Tensor, positions)[:, None, steps, None] - place.unsqueeze(2)
-            moved = self.to_kept(query, move).unflatten(1, (heads, -1)), self.to_kept(keys.key, -place)
-            far = *moved, gap >= cast(int, self.trained_length)
+            gap = cast(Tensor, positions)[:, None, steps].unflatten(2, (kept.shape[2], -1)).unsqueeze(-1)
+            moved = self.to_kept(query, move).unflatten(1, (heads, -1))
+            moved_keys = self.to_kept(keys.key.flatten(2, 3), -place.flatten(2)).unflatten(2, place.shape[2:])
+            far = moved, moved_keys, gap - place.unsqueeze(3) >= cast(int, self.trained_length)
         return part_of(query.unflatten(1, (heads, -1)), keys, kept, inputs.scaling, far)
 
     def _move_to_kept(self, positions: Tensor) -> Tensor | None:

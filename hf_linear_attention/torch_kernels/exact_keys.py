@@ -6,7 +6,7 @@ token depends on nothing that follows it. Of two equal scores the earlier key ha
 the window displaces one: another key that was kept, or itself.
 
 Axes: B batch, Hkv key/value heads, G query heads per key/value head, N keys that leave the window one by one, M kept
-keys, C steps of a chunk, D head dimension. Key t leaves the window before query t.
+keys, K chunks of C steps, D head dimension. Key t leaves the window before query t.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .blocks import EMPTY_MAXIMUM, accumulation_dtype, is_free
-from .window import Part, weights_of
+from .window import FLUSHED, LOWEST_EXPONENT, Part
 
 
 # Steps whose kept keys are compared at once. All pairs of M + C keys and C queries are formed.
@@ -49,57 +51,68 @@ class Kept(NamedTuple):
         return Kept(*found)
 
     def at(self, places: Tensor) -> Kept:
-        """The keys at `places [B, Hkv, n]` of each head."""
-        places, tensors = places.unsqueeze(-1), iter(self)
-        found: Any = (None if x is None else x.gather(2, places.expand(-1, -1, -1, x.shape[3])) for x in tensors)
+        """The keys at `places [B, Hkv, ...]` of each head, of the same axes and a last one."""
+        batch, heads, count = self.score.shape[:3]
+        first = (
+            torch.arange(batch * heads, dtype=torch.long, device=places.device).view(
+                batch, heads, *(1,) * (places.ndim - 2)
+            )
+            * count
+        )
+        rows = (first + places).flatten()  # whole rows: `gather` would read a place for every number
+        found: Any = (
+            None if x is None else x.flatten(0, 2).index_select(0, rows).view(*places.shape, x.shape[3]) for x in self
+        )
         return Kept(*found)
 
 
 class Choice(NamedTuple):
-    """The keys of a chunk of C steps, by score, the largest first."""
+    """The keys of K chunks of C steps each, by score, the largest first."""
 
-    places: Tensor  # [B, Hkv, M + C], among the kept ones and those that leave
-    kept: Tensor  # bool [B, Hkv, C, M + C], what each query sees
-    displaced: Tensor  # [B, Hkv, C], the place of the key that is displaced before each query
-    is_displaced: Tensor  # bool [B, Hkv, C], whether there is one
+    places: Tensor  # [B, Hkv, K, M + C], among the kept ones and those that leave
+    kept: Tensor  # bool [B, Hkv, K, C, M + C], what each query sees
+    displaced: Tensor  # [B, Hkv, K, C], the place of the key that is displaced before each query
+    is_displaced: Tensor  # bool [B, Hkv, K, C], whether there is one
 
 
 def choose(score: Tensor, places: Tensor, count: int, numbers: tuple[Tensor, Tensor] | None = None) -> Choice:
     """Which of the keys at `places` are kept at each of the steps of a chunk.
 
     Args:
-        score: `[B, Hkv, M + C]`, of the M kept keys and then of those that leave the window at each step.
-        places: `[B, Hkv, M + C]`, what they are called.
+        score: `[B, Hkv, K, M + C]`, of the M kept keys and then of those that leave the window at each step.
+        places: `[B, Hkv, K, M + C]`, what they are called.
         count: M.
-        numbers: the packed sequences of the keys `[B, Hkv, M + C]` and of the queries `[B, C]`, or None. A key is kept
-            for its own sequence alone.
+        numbers: the packed sequences of the keys `[B, Hkv, K, M + C]` and of the queries `[B, 1, K, C]`, or None. A key
+            is kept for its own sequence alone.
     """
-    steps = score.shape[2] - count
+    steps = score.shape[-1] - count
     score, order = by_score(score)
     enters = order - count  # negative where a key was kept before the chunk
     step = torch.arange(steps, dtype=torch.long, device=score.device)[:, None]
-    seen = (score > NEVER).unsqueeze(2) & (enters.unsqueeze(2) <= step)
+    seen = (score > NEVER).unsqueeze(-2) & (enters.unsqueeze(-2) <= step)
     if numbers is not None:
-        seen = seen & (numbers[0].gather(2, order).unsqueeze(2) == numbers[1][:, None, :, None])
-    rank = seen.cumsum(dim=3)
-    kept, is_new = seen & (rank <= count), enters.unsqueeze(2) == step
-    has_new = (kept & is_new).any(dim=3, keepdim=True)  # then the last of the others leaves
-    leaves = (((rank == count + 1) & has_new) | (is_new & ~kept)) & seen
-    places = places.gather(2, order)
-    displaced = (leaves * places.unsqueeze(2)).sum(dim=3)
-    return Choice(places, kept, displaced, leaves.any(dim=3))
+        seen = seen & (numbers[0].gather(-1, order).unsqueeze(-2) == numbers[1].unsqueeze(-1))
+    rank = seen.cumsum(dim=-1, dtype=torch.int32)
+    first = rank <= count
+    index = torch.arange(order.shape[-1], dtype=torch.long, device=score.device).expand_as(order)
+    new = torch.zeros_like(order).scatter(-1, order, index)[..., count:]  # where the key of each step is
+    is_seen, new_rank = (x.gather(-1, new.unsqueeze(-1)).squeeze(-1) for x in (seen, rank))
+    # A key that is among the first displaces the one behind the last of them; another one displaces itself.
+    displaced = torch.where(new_rank <= count, first.sum(dim=-1).clamp(max=order.shape[-1] - 1), new)
+    places = places.gather(-1, order)
+    return Choice(places, seen & first, places.gather(-1, displaced), is_seen & (rank[..., -1] > count))
 
 
 def by_score(score: Tensor) -> tuple[Tensor, Tensor]:
-    """`score [B, Hkv, n]` from the largest to the smallest, and their places; of equal ones the first comes first."""
-    if is_free(score.shape[2]):  # ONNX lacks stable sorting, and its `TopK` has this order
-        return score.topk(score.shape[2], dim=2)
-    return score.sort(dim=2, descending=True, stable=True)
+    """`score [..., n]` from the largest to the smallest, and their places; of equal ones the first comes first."""
+    if is_free(score.shape[-1]):  # ONNX lacks stable sorting, and its `TopK` has this order
+        return score.topk(score.shape[-1], dim=-1)
+    return score.sort(dim=-1, descending=True, stable=True)
 
 
 def kept_after(score: Tensor, count: int) -> Tensor:
-    """The places of the `count` largest of `score [B, Hkv, n]`, in their order, `[B, Hkv, count]`."""
-    return by_score(score)[1][..., :count].sort(dim=2).values
+    """The places of the `count` largest of `score [..., n]`, in their order, `[..., count]`."""
+    return by_score(score)[1][..., :count].sort(dim=-1).values
 
 
 def part_of(
@@ -108,26 +121,56 @@ def part_of(
     """Softmax attention to the keys that each query sees.
 
     Args:
-        query: `[B, Hkv, G, C, D]`.
-        keys: n of them for each head.
-        visible: bool `[B, Hkv, C, n]`.
-        far: the queries and keys that are compared instead where the third, bool `[B, Hkv, C, n]`, is true; or None.
+        query: `[B, Hkv, G, K C, D]`.
+        keys: n of them for each head and chunk, `[B, Hkv, K, n, D]`.
+        visible: bool `[B, Hkv, K, C, n]`.
+        far: the queries and keys that are compared instead where the third, bool `[B, Hkv, K, C, n]`, is true; or None.
     """
-    dtype, visible = accumulation_dtype(query), visible.unsqueeze(2)
+    dtype, visible = accumulation_dtype(query), visible.unsqueeze(3)
     logits = _logits(query, keys.key, scaling, dtype)
     if far is not None:
-        logits = torch.where(far[2].unsqueeze(2), _logits(*far[:2], scaling, dtype), logits)
+        logits = torch.where(far[2].unsqueeze(3), _logits(*far[:2], scaling, dtype), logits)
+    value = keys.value.to(dtype)
+    has_gradient = torch.is_grad_enabled() and (logits.requires_grad or value.requires_grad)
+    attend = _Attention.apply if has_gradient else _attend
+    output, size = attend(logits, value, visible)[:2]
+    return output.transpose(2, 3).flatten(3, 4), size.transpose(2, 3).flatten(3, 4)
+
+
+def _attend(logits: Tensor, value: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
+    """The outputs and log sizes of `logits [B, Hkv, K, G, C, n]`; and their weights, times the totals that follow."""
     logits = logits.masked_fill(~visible, EMPTY_MAXIMUM)
-    largest = logits.detach().amax(dim=-1, keepdim=True).clamp(min=EMPTY_MAXIMUM / 2)
-    weights, is_empty = weights_of(logits - largest), ~visible.any(dim=-1, keepdim=True)
+    largest = logits.amax(dim=-1, keepdim=True).clamp(min=EMPTY_MAXIMUM / 2)
+    weights, is_empty = logits.sub_(largest).clamp_(min=LOWEST_EXPONENT).exp_(), largest <= EMPTY_MAXIMUM / 2
+    weights = F.threshold_(weights, *FLUSHED)
     total = weights.sum(dim=-1, keepdim=True).masked_fill(is_empty, 1.0)
-    output = weights @ keys.value.to(dtype).unsqueeze(2) / total
-    size = (largest + total.log()).masked_fill(is_empty, EMPTY_MAXIMUM)
-    return output, size
+    output = (weights.flatten(3, 4) @ value).unflatten(3, weights.shape[3:5]) / total
+    return output, (largest + total.log()).masked_fill(is_empty, EMPTY_MAXIMUM), weights, total
+
+
+class _Attention(torch.autograd.Function):
+    """`_attend` with a backward that makes one tensor of the size of the logits; autograd would make seven."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, value: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+        output, size, weights, total = _attend(logits, value, visible)
+        ctx.save_for_backward(value, output, weights, total)
+        return output, size
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor, grad_size: Tensor) -> tuple[Tensor, Tensor, None]:
+        value, output, weights, total = ctx.saved_tensors
+        own = (grad_size - (grad_output * output).sum(dim=-1, keepdim=True)) / total
+        rows = (grad_output / total).flatten(3, 4)
+        pairs = (rows @ value.transpose(-1, -2)).unflatten(3, weights.shape[3:5])
+        return pairs.add_(own).mul_(weights), weights.flatten(3, 4).transpose(-1, -2) @ rows, None
 
 
 def _logits(query: Tensor, key: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
-    return (query.to(dtype) * scaling) @ key.to(dtype).unsqueeze(2).transpose(-1, -2)
+    """`[B, Hkv, K, G, C, n]`."""
+    rows = (query.to(dtype) * scaling).unflatten(3, (key.shape[2], -1)).transpose(2, 3)
+    return (rows.flatten(3, 4) @ key.to(dtype).transpose(-1, -2)).unflatten(3, rows.shape[3:5])
 
 
 def chunks_of(length: int) -> list[slice]:

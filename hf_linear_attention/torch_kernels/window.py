@@ -28,6 +28,7 @@ LOGITS_IN_CACHE = 1 << 18
 # On a CPU exp of less than -87 is 60 times slower, and so are products with its result. exp(-60) = 9e-27 vanishes
 # beside the weight 1 of the largest logit, even in float64, so all smaller weights are set to 0.
 LOWEST_EXPONENT = -60.0
+FLUSHED = 1.01 * math.exp(LOWEST_EXPONENT), 0.0  # a weight that is not larger, and what it becomes
 
 
 class NearKeys(NamedTuple):
@@ -208,7 +209,7 @@ def packed_window(
 def weights_of(logits: torch.Tensor) -> torch.Tensor:
     """exp of numbers of at most 0, and exactly 0 below `LOWEST_EXPONENT`."""
     weights = logits.clamp(min=LOWEST_EXPONENT).exp()
-    return F.threshold(weights, 1.01 * math.exp(LOWEST_EXPONENT), 0.0)
+    return F.threshold(weights, *FLUSHED)
 
 
 def _blocks_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int | None:

@@ -24,7 +24,9 @@ def chosen(scores, count, chunk, monkeypatch):
     held, kept, displaced = places[..., :count], torch.zeros(batch, heads, length, count + length, dtype=torch.bool), []
     for steps in exact_keys.chunks_of(length):
         found = torch.cat((held, places[..., count + steps.start : count + steps.stop]), dim=2)
-        choice = exact_keys.choose(padded.gather(2, found), found, count)
+        choice = exact_keys.Choice(
+            *(x[:, :, 0] for x in exact_keys.choose(padded.gather(2, found).unsqueeze(2), found.unsqueeze(2), count))
+        )
         rows = kept[:, :, steps]
         rows.scatter_(3, choice.places.unsqueeze(2).expand(-1, -1, rows.shape[2], -1), choice.kept)
         displaced.append(torch.where(choice.is_displaced, choice.displaced - count, -1))
@@ -48,14 +50,26 @@ def test_the_largest_scores_are_kept_and_each_other_key_is_displaced_once(chunk,
         assert (gone[:5] == -1).all()
 
 
-def test_without_scores_of_its_own_a_model_keeps_the_first_keys():
-    """All scores start as 0; with as many exact keys as there are behind the window, attention is that of softmax."""
-    model = stock_model("llama").eval()
-    inputs = sample_inputs("llama", length=30)
-    with torch.no_grad():
-        expected = model(**inputs).logits
-        settings = {**SETTINGS, "num_exact_keys": 40}
-        torch.testing.assert_close(convert(model, **settings)(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
+@torch.no_grad()
+@pytest.mark.parametrize(("count", "window"), [(3, 7), (40, 40)])
+def test_before_training_they_are_a_longer_window(count, window):
+    """With as many exact keys as there are behind the window, attention is that of softmax."""
+    model, inputs = stock_model("llama").eval(), sample_inputs("llama", length=30)
+    kept = convert(model, **{**SETTINGS, "num_exact_keys": count})(**inputs).logits
+    longer = convert(model, **{**SETTINGS, "num_exact_keys": 0, "window_size": window})(**inputs).logits
+    torch.testing.assert_close(kept, longer, rtol=1e-4, atol=1e-4)
+    if window > 30:
+        torch.testing.assert_close(kept, model(**inputs).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("given", [{}, {"window_size": 5}, {"num_exact_keys": 0}])
+def test_a_default_that_is_impossible_is_left_out(given, caplog):
+    model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
+    settings = convert(model, **given).config.linear_attention
+    assert settings["num_exact_keys"] == 0
+    assert settings["window_size"] == given.get("window_size", 16 if given else 64)
+    said = "has ALiBi positions, and `hybrid` with `num_exact_keys` = 48 has no alibi form"
+    assert (said in caplog.text) == ("num_exact_keys" not in given)
 
 
 @torch.no_grad()

@@ -74,7 +74,8 @@ def oracle(mechanism, query, key, value, positions, *, is_causal=True, is_interl
     distance = (place[:, None] - place).abs()
     is_near = (distance < WINDOW) | (place < SINKS)
     if settings.get("num_exact_keys"):
-        kept = reference.kept_keys(scores_of(positions).transpose(1, 2), WINDOW, SINKS, settings["num_exact_keys"])
+        scores = scores_of(positions).transpose(1, 2) + mechanism.score_slope[:, None] * (place + 1) / 64
+        kept = reference.kept_keys(scores, WINDOW, SINKS, settings["num_exact_keys"])
         farthest, moved = (
             rotated(x, torch.full_like(positions, place), FREQUENCIES, is_interleaved)
             for x, place in ((query, TRAINED - 1), (key, 0))
