@@ -45,7 +45,7 @@ BACKENDS = ("auto", "torch")
 INSTRUCTION_SETS = ("base", "avx2", "avx512")
 SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 # The interface of csrc/linear_attention.h: its version, the bytes of its structs, and the lengths of its lists.
-ABI = (5, 48, 120, 112, 32, 23, 5, 36, 16)
+ABI = (6, 48, 120, 152, 32, 23, 5, 48, 16)
 INSTALL = "install the package from its source, with `pip install .`, on a machine with a C compiler (gcc or clang)"
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 READABLE_DTYPES = (*NATIVE_DTYPES, torch.bool)
@@ -65,7 +65,7 @@ OF_QUERIES = (
 )
 SHARED = (GRAD_KEY, GRAD_VALUE, GRAD_DECAY, *range(GRAD_KEY_MAP, GRAD_QUERY_MAP), GRAD_FIRST_STATE)
 # The sizes of a step, and a number for every tensor of its list.
-STEP_SIZES, STEP_NUMBERS = struct.Struct("=13qd"), struct.Struct("=36q")
+STEP_SIZES, STEP_NUMBERS = struct.Struct("=18qd"), struct.Struct("=48q")
 # The columns that rotary tables turn, in a call without tables; see `run_attention`.
 NOT_TURNED = (0, 0, 0, 0)
 # In bytes: glibc requests allocations of this size from the system at every call.
@@ -367,16 +367,16 @@ def run_short_step(name: str, shape: Sequence[int], tensors: Sequence[Any], deca
     """
     query, key, value, decay, beta, output, size, old, new = (0 if x is None else x.data_ptr() for x in tensors)
     tokens = (query, key, value, 0, 0, 0, 0, 0, 0, 0, 0, decay, 0, 0, beta, 0, 0, 0, output, size)
-    addresses = (*tokens, old, 0, 0, 0, 0, 0, 0, 0, new, 0, 0, 0, 0, 0, 0, 0)
+    addresses = (*tokens, old, *[0] * 13, new, *[0] * 13)
     strides = _short_strides(*shape[2:4], *shape[7:9], decays, tensors[7].stride(0), tensors[8].stride(0))
-    run_step(name, shape, addresses, strides, None if rows is None else rows.contiguous())
+    run_step(name, (*shape, *[0] * 5), addresses, strides, None if rows is None else rows.contiguous())
 
 
 @functools.lru_cache
 def _short_strides(kv_heads: int, groups: int, features: int, width: int, decays: int, old: int, new: int) -> bytes:
     heads = kv_heads * groups
     tokens = (heads * features, kv_heads * features, kv_heads * width, *[0] * 8, kv_heads * decays, 0, 0, kv_heads)
-    numbers = (*tokens, 0, 0, 0, heads * width, heads, old, *[0] * 7, new, *[0] * 7)
+    numbers = (*tokens, 0, 0, 0, heads * width, heads, old, *[0] * 13, new, *[0] * 13)
     return STEP_NUMBERS.pack(*(4 * number for number in numbers))
 
 

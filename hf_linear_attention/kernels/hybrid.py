@@ -15,6 +15,7 @@ head dimension of the values, s sinks, w tokens of a window, R pairs of columns 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from ..features.maps import half_squared_norm
 from ..mechanisms.base import MechanismInputs, State
-from ..mechanisms.hybrid import HybridAttention
+from ..mechanisms.hybrid import SLOPE_TOKENS, HybridAttention
 from ..mechanisms.window import Line, WindowState
 from ..torch_kernels.attention import in_torch
 from ..torch_kernels.blocks import (
@@ -82,12 +83,21 @@ WINDOW = (
 )
 
 STEP = (
-    "Tensor query, Tensor key, Tensor value, Tensor? sink_query, Tensor? position, Tensor? far_query, Tensor? far_key, "
+    "Tensor query, Tensor key, Tensor value, Tensor? score, Tensor? slope, Tensor? position, "
     "Tensor key_weight, Tensor? key_bias, Tensor? key_norm, Tensor query_weight, Tensor? log_decay, {} state, "
-    "Tensor? log_scale, Tensor? norm_weight, int function, float scaling"
+    "Tensor? log_scale, Tensor? norm_weight, float[] frequencies, int first_turned, "
+    "bool is_interleaved, "
+    "int trained_length, int function, float scaling"
 )
 # The place of the state among these arguments.
-STEP_STATE = 12
+STEP_STATE = 11
+# The tensors of a state in the order of C, by how many there are: with positions, exact keys, both or neither.
+PLACES: dict[int, tuple[int | None, ...]] = {
+    7: (*range(7), *[None] * 7),
+    8: (*range(8), *[None] * 6),
+    12: (0, *range(5, 11), None, 11, *range(1, 5), None),
+    14: (0, *range(6, 14), *range(1, 6)),
+}
 
 
 def window(
@@ -120,21 +130,24 @@ def window(
 
 def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State] | None:
     """One token of `hybrid` where a graph or C takes these tensors, without gradients."""
-    query, key, value, _, scaling, _, positions, *_ = inputs
+    query, key, value, _, scaling, _, positions, gates, *_ = inputs
     if not takes_step(query, key, value, old.key, old.value, in_graphs=True):
         return None
     state = old.stored
     # Under autocast, rotary positions make queries and keys float32, whereas values remain bfloat16.
     key, value = with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)
-    far_rows: Any = (None, None)
-    if mechanism.shift is not None:
-        far_rows = mechanism.far_rows(query, old if inputs.rows is None else oldest(old, inputs.rows), positions)
     joint, kernel_map = mechanism.mix.kernel_parameters(), mechanism.feature_map.unscaled_map()
     log_decay = None if mechanism.decay is None else mechanism.decay()
+    scores: Any = (None, None)
+    if mechanism.score_slope is not None and gates is not None:
+        scores = with_dtype(gates, torch.float32), with_dtype(mechanism.score_slope, torch.float32) / SLOPE_TOKENS
+    rotary = mechanism.shape.rotary if mechanism.needs_positions else None
+    frequencies = () if rotary is None else rotary.inverse_frequencies
+    first = len(frequencies) if mechanism.shift is None else min(mechanism.shift.first, len(frequencies))
+    turns = frequencies, first, rotary is not None and rotary.is_interleaved, mechanism.trained_length or 0
     given = (
-        *(query, key, value, mechanism.sink_query(inputs), None if mechanism.shift is None else positions),
-        *(*far_rows, *kernel_map.key, kernel_map.query.weight, log_decay, list(state)),
-        *(*(joint or (None, None)), kernel_map.function, scaling),
+        *(query, key, value, *scores, positions if frequencies else None, *kernel_map.key, kernel_map.query.weight),
+        *(log_decay, list(state), *(joint or (None, None)), *turns, kernel_map.function, scaling),
     )
     if inputs.in_place:
         parts = without_dispatcher(OPERATORS.hybrid_step_, _hybrid_step_)(*given, inputs.rows)
@@ -149,12 +162,6 @@ def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: Window
         norm = half_squared_norm(query, scaling).view(largest.shape)
         near = mechanism.mix((near, near_size), [(far, far_size)], largest, norm)
     return with_dtype(near.view(batch, 1, heads, width), query.dtype), state
-
-
-def oldest(old: WindowState, rows: Tensor) -> WindowState:
-    """The key, and its position, that leaves each window of the blocks `rows`."""
-    position: Any = old.position
-    return old._replace(key=old.key[:, :, :1].index_select(0, rows), position=position[:, :1].index_select(0, rows))
 
 
 def _window(
@@ -276,13 +283,13 @@ def _window_arguments(
 
 
 def _hybrid_step(*given: Any) -> list[Tensor]:
-    """One new real token of `hybrid`; the oldest token of the window moves to the far sums.
+    """One new real token of `hybrid`; the oldest token of the window moves to the exact keys or to the far sums.
 
-    Sinks are compared with `sink_query [B, H, 1, D]`, and the feature map sees `far_query [B, H, 1, D]` and `far_key
-    [B, Hkv, 1, D]` (float32); where these are None, the query itself and the key that leaves the window. The map
-    consists of `function` (`EXP` or `HEDGEHOG`) and the tensors of `KernelMap`, one matrix per head, for inputs scaled
-    by sqrt(scaling). If `position [B, 1]` (int32, of the token) is given, the state has an eighth tensor, the positions
-    `[B, w]` of the window.
+    The state is that of the mechanism. With exact keys the score of token n (counted from 1) is `score [B, 1, Hkv]` +
+    n `slope [Hkv]`. Per position (`position [B, 1]`, int32, of the token), rotary embedding has turned the pairs of
+    columns by `frequencies`; the feature map does not see the turns from `first_turned` on. From `trained_length` on
+    (0: never), sinks and exact keys are compared as far away as at most there. The map consists of `function` (`EXP` or
+    `HEDGEHOG`) and the tensors of `KernelMap`, one matrix per head, for inputs scaled by sqrt(scaling).
 
     Returns:
         The tensors of the new state, then one float32 tensor `[B H (2 W + 3)]`, which `step_parts` splits.
@@ -304,43 +311,43 @@ def _hybrid_step_(*arguments: Any) -> Tensor:
 
 def _run_hybrid_step(given: Sequence[Any], new_state: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
     """Write the new state, and return the parts of the output."""
-    state, log_scale, norm_weight, function, scaling = given[STEP_STATE:]
-    query, key, value, sink_query = given[:4]
-    refuse_without_library(query, key, value, sink_query)
-    (batch, heads), kv_heads, width = query.shape[:2], key.shape[1], value.shape[3]
-    if sink_query is not None:
-        sink_query = sink_query.to(query.dtype)
+    state, log_scale, norm_weight, frequencies, *turns, function, scaling = given[STEP_STATE:]
+    query, key, value = given[:3]
+    refuse_without_library(query, key, value)
+    (batch, heads), kv_heads, width, places = query.shape[:2], key.shape[1], value.shape[3], PLACES[len(state)]
+    window, sinks = (state[cast(int, places[number])] for number in (1, 4))
     shape = (
-        *(batch, state[0].shape[0], kv_heads, heads // kv_heads, state[1].shape[2], state[4].shape[2]),
+        *(batch, state[0].shape[0], kv_heads, heads // kv_heads, window.shape[2], sinks.shape[2]),
         *(key.shape[3], state[0].shape[2], width, function),
         *(query.element_size(), key.element_size(), value.element_size()),
+        *(0 if given[3] is None else state[1].shape[2], len(frequencies), *turns),
     )
-    numbers = (query, key, value, sink_query, *given[4:STEP_STATE], log_scale, norm_weight)
+    numbers = (*given[:STEP_STATE], log_scale, norm_weight)
     dense = [x if x is None or x.is_contiguous() else x.contiguous() for x in numbers]
-    parts, size = _fake_hybrid_step_(*given), 4 * batch * heads
-    offsets = (0, width, width + 1, width + 2, 2 * width + 2)
-    addresses = [0 if x is None else x.data_ptr() for x in (*dense, None)]  # no beta
-    addresses += [parts.data_ptr() + size * columns for columns in offsets]
-    positions = [0] * (8 - len(state))
+    tokens = [0 if x is None else x.data_ptr() for x in dense]
+    parts, size, angles = _fake_hybrid_step_(*given), 4 * batch * heads, _floats(tuple(frequencies))
+    results = [parts.data_ptr() + size * columns for columns in (0, width, width + 1, width + 2, 2 * width + 2)]
+    addresses = [*tokens[:6], ctypes.addressof(angles), *tokens[6:], 0, *results]  # no beta
     for tensors in (state, new_state):
-        addresses += [*(x.data_ptr() for x in tensors), *positions]
-    is_dense = all(x.is_contiguous() for x in state)
-    blocks = None if is_dense else (*(x.stride(0) * x.element_size() for x in state), *positions)
-    run_step("hybrid_step", shape, addresses, _strides(shape[2:], blocks), rows, scaling)
+        addresses += [0 if place is None else tensors[place].data_ptr() for place in places]
+    strides = tuple(0 if place is None else state[place].stride(0) * state[place].element_size() for place in places)
+    run_step("hybrid_step", shape, addresses, _strides(shape[2:13], strides), rows, scaling)
     return parts
 
 
 @functools.lru_cache
-def _strides(shape: tuple[int, ...], blocks: tuple[int, ...] | None) -> bytes:
-    """The strides of `hybrid_step` in bytes, of dense tensors or with these of its state."""
-    kv_heads, groups, window, sinks, dim, features, width, _, query_bytes, key_bytes, value_bytes = shape
+def _floats(numbers: tuple[float, ...]) -> Any:
+    return (ctypes.c_float * len(numbers))(*numbers)
+
+
+@functools.lru_cache
+def _strides(shape: tuple[int, ...], states: tuple[int, ...]) -> bytes:
+    """The strides of `hybrid_step` in bytes, with those of its state."""
+    kv_heads, groups, _, _, dim, _, width, _, query_bytes, key_bytes, value_bytes = shape
     heads = kv_heads * groups
     query, key, value = query_bytes * heads * dim, key_bytes * kv_heads * dim, value_bytes * kv_heads * width
-    dense = (4 * kv_heads * features * (width + 2), key * window, value * window, window, key * sinks, value * sinks, 8)
-    states = blocks or (*dense, 4 * window)
-    tokens = (query, key, value, query, 4, 4 * heads * dim, 4 * kv_heads * dim)
     results = (4 * heads * width, 4 * heads, 4 * heads, 4 * heads * width, 4 * heads)
-    return STEP_NUMBERS.pack(*tokens, *[0] * 8, *results, *states, *states)
+    return STEP_NUMBERS.pack(query, key, value, 4 * kv_heads, 0, 4, *[0] * 9, *results, *states, *states)
 
 
 def step_parts(parts: Tensor, query: Tensor, key: Tensor, width: int) -> list[Tensor]:
@@ -398,35 +405,28 @@ def check_window(
 
 
 def check_hybrid_step(
-    query: Tensor, key: Tensor, value: Tensor, sink_query: Tensor | None, position: Tensor | None,
-    far_query: Tensor | None, far_key: Tensor | None, key_weight: Tensor, key_bias: Tensor | None,
-    key_norm: Tensor | None, query_weight: Tensor, log_decay: Tensor | None, state: Sequence[Tensor],
-    log_scale: Tensor | None, norm_weight: Tensor | None, function: int, scaling: float, rows: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, score: Tensor | None, slope: Tensor | None, position: Tensor | None,
+    key_weight: Tensor, key_bias: Tensor | None, key_norm: Tensor | None, query_weight: Tensor,
+    log_decay: Tensor | None, state: Sequence[Tensor], log_scale: Tensor | None, norm_weight: Tensor | None,
+    frequencies: Sequence[float], first_turned: int, is_interleaved: bool, trained_length: int, function: int,
+    scaling: float, rows: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Check the arguments of the operator `hybrid_step_`, with the state in the order of `HybridState`.
+    """Check the arguments of the operator `hybrid_step_`.
 
     Raises:
         ValueError: for the first invalid argument.
     """
     if not query.ndim == key.ndim == value.ndim == 4 or query.shape[1] % (key.shape[1] or 1) or not key.shape[1]:
         check_heads(query, key, value)
-    (batch, heads), kv_heads = query.shape[:2], key.shape[1]
-    if len(state) != (7 if position is None else 8):
-        raise ValueError(f"Got a state of {len(state)} tensors; a state of `hybrid` has 7, or 8 with positions.")
-    sums, window_key, window_value, kind, sink_key, sink_value, num_seen = state[:7]
-    blocks = check_rows(rows, sums, query)
-    dim, width, device = key.shape[3], value.shape[3], query.device
-    places = window_key.shape[2] if window_key.ndim == 4 else 0
-    sinks = sink_key.shape[2] if sink_key.ndim == 4 else 0
-    columns = key_weight.shape[-1] if key_weight.ndim else 0
-    features = columns * (1 + (function == HEDGEHOG))
+    (batch, heads), kv_heads, device = query.shape[:2], key.shape[1], query.device
+    dim, columns = key.shape[3], key_weight.shape[-1] if key_weight.ndim else 0
     expected = (
         ("query", query, (batch, heads, 1, dim), None),
         ("key", key, (batch, kv_heads, 1, dim), None),
-        ("value", value, (batch, kv_heads, 1, width), None),
-        ("sink_query", sink_query, (batch, heads, 1, dim), None),
-        ("far_query", far_query, (batch, heads, 1, dim), torch.float32),
-        ("far_key", far_key, (batch, kv_heads, 1, dim), torch.float32),
+        ("value", value, (batch, kv_heads, 1, value.shape[3]), None),
+        ("score", score, (batch, 1, kv_heads), torch.float32),
+        ("slope", slope, (kv_heads,), torch.float32),
+        ("position", position, (batch, 1), torch.int32),
         ("key_weight", key_weight, (kv_heads, dim, columns), torch.float32),
         ("key_bias", key_bias, (kv_heads, 1, columns), torch.float32),
         ("key_norm", key_norm, (kv_heads, 1, 1), torch.float32),
@@ -434,15 +434,7 @@ def check_hybrid_step(
         ("log_decay", log_decay, (kv_heads,), torch.float32),
         ("log_scale", log_scale, (heads,), torch.float32),
         ("norm_weight", norm_weight, (heads,), torch.float32),
-        ("state", sums, (blocks, kv_heads, features, width + 2), torch.float32),
-        ("state", window_key, (blocks, kv_heads, places, dim), key.dtype),
-        ("state", window_value, (blocks, kv_heads, places, width), value.dtype),
-        ("state", kind, (blocks, places), torch.int8),
-        ("state", sink_key, (blocks, kv_heads, sinks, dim), key.dtype),
-        ("state", sink_value, (blocks, kv_heads, sinks, width), value.dtype),
-        ("state", num_seen, (blocks, 1), torch.int64),
-        ("position", position, (batch, 1), torch.int32),
-        ("state", None if position is None else state[7], (blocks, places), torch.int32),
+        *_expected_state(key, value, state, columns * (1 + (function == HEDGEHOG)), query, rows),
     )
     for name, tensor, shape, dtype in expected:
         if tensor is None:
@@ -451,12 +443,76 @@ def check_hybrid_step(
             check_shape(name, tensor, shape, like=query)
         if dtype is not None and tensor.dtype != dtype:
             raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
-    if (log_scale is None) != (norm_weight is None):
-        raise ValueError("`log_scale` and `norm_weight` belong together; pass both or neither.")
+    has_scores = score is not None
+    if (log_scale is None) != (norm_weight is None) or (slope is not None) != has_scores:
+        raise ValueError("`log_scale` and `norm_weight`, `score` and `slope` belong together; pass both or neither.")
     if function not in (EXP, HEDGEHOG) or (function == HEDGEHOG and not (key_bias is None and key_norm is None)):
         raise ValueError(f"Got `function` = {function}; it must be 2 (exp), or 3 (Hedgehog) without bias and norm.")
-    if not places or not dim or not columns:
-        raise ValueError(f"Got a window of {places}, keys of {dim} and weights of {columns} columns; none may be 0.")
+    if not dim or not columns:
+        raise ValueError(f"Got keys of {dim} and weights of {columns} columns; none may be 0.")
+    _check_turns(dim, has_scores, position is not None, len(state), len(frequencies), first_turned, trained_length)
+
+
+def _check_turns(
+    dim: int, has_scores: bool, has_position: bool, tensors: int, pairs: int, first: int, trained_length: int
+) -> None:
+    """Check that a state of so many tensors has the positions with which keys are turned back.
+
+    Raises:
+        ValueError: if it has not, or there are more frequencies than pairs of columns.
+    """
+    turns_keys = first < pairs or (pairs and trained_length and has_scores)
+    if (
+        tensors not in ((12, 14) if has_scores else (7, 8))
+        or not (has_position or (not pairs and tensors in (7, 12)))
+        or (turns_keys and tensors in (7, 12))
+        or not 0 <= first <= pairs <= dim // 2
+        or trained_length < 0
+    ):
+        raise ValueError(
+            f"Got a state of {tensors} tensors {'with' if has_scores else 'without'} scores, "
+            f"{'a' if has_position else 'no'} position, {pairs} frequencies for {dim} columns, of which the map sees {first}, and a trained length of "
+            f"{trained_length}. A state has 7 tensors, and 5 more with scores; where keys are turned back, which needs "
+            "a position, it has the position of each key too. There is one frequency for a pair of columns at most."
+        )
+
+
+def _expected_state(
+    key: Tensor, value: Tensor, state: Sequence[Tensor], features: int, query: Tensor, rows: Tensor | None
+) -> list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor of a state.
+
+    Raises:
+        ValueError: if there is no such number of tensors, or a window or exact keys of 0 places.
+    """
+    if len(state) not in PLACES:
+        raise ValueError(f"Got a state of {len(state)} tensors; a state of `hybrid` has 7, 8, 12 or 14.")
+    tensors = [None if place is None else state[place] for place in PLACES[len(state)]]
+    window, sinks, kept = (
+        x.shape[2] if x is not None and x.ndim == 4 else 0 for x in (tensors[1], tensors[4], tensors[9])
+    )
+    if not window or (tensors[9] is not None and not kept):
+        raise ValueError(f"Got a state with a window of {window} and {kept} exact keys; none may be 0.")
+    blocks, dim, width = check_rows(rows, state[0], query), key.shape[3], value.shape[3]
+    heads = blocks, key.shape[1]
+    number, place = torch.float32, torch.int32
+    shapes = (
+        ((*heads, features, width + 2), number),
+        ((*heads, window, dim), key.dtype),
+        ((*heads, window, width), value.dtype),
+        ((blocks, window), torch.int8),
+        ((*heads, sinks, dim), key.dtype),
+        ((*heads, sinks, width), value.dtype),
+        ((blocks, 1), torch.int64),
+        ((blocks, window), place),
+        ((*heads, window, 1), number),
+        ((*heads, kept, dim), key.dtype),
+        ((*heads, kept, width), value.dtype),
+        ((*heads, kept, 1), number),
+        ((*heads, kept, 1), place),
+        ((*heads, kept, 1), place),
+    )
+    return [("state", x, shape, dtype) for x, (shape, dtype) in zip(tensors, shapes)]
 
 
 # Pairs of columns: the first column, the step from pair to pair, and the distance within a pair.

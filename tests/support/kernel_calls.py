@@ -1,8 +1,8 @@
 """Random calls of the kernels, those that fit and those that do not, as `tests/native/fuzz.py` makes them.
 
 Axes as letters, see SPECIFICATIONS: B batch, H and K query and key/value heads, N queries, S keys, D and E head
-dimensions, W that of the values, C columns of an affine map, F features, P places of a window, w of a state, s sinks,
-L rows of keys with those before the first query, T columns of a table of angles.
+dimensions, W that of the values, C columns of an affine map, F features, P places of a window, w of a state, s sinks, M
+exact keys, L rows of keys with those before the first query, T columns of a table of angles.
 """
 
 from __future__ import annotations
@@ -67,10 +67,9 @@ SPECIFICATIONS = {
         "query": "BH1E",
         "key": "BK1E",
         "value": "BK1W",
-        "sink_query": "BH1E",
+        "score": "B1K",
+        "slope": "K",
         "position": "B1",
-        "far_query": "BH1E",
-        "far_key": "BK1E",
         "key_weight": "KEC",
         "key_bias": "K1C",
         "key_norm": "K11",
@@ -79,6 +78,11 @@ SPECIFICATIONS = {
         "log_scale": "H",
         "norm_weight": "H",
         "sums": "BKFV",
+        "kept_key": "BKME",
+        "kept_value": "BKMW",
+        "kept_score": "BKM1",
+        "kept_age": "BKM1",
+        "kept_position": "BKM1",
         "window_key": "BKwE",
         "window_value": "BKwW",
         "kind": "Bw",
@@ -86,6 +90,7 @@ SPECIFICATIONS = {
         "sink_value": "BKsW",
         "num_seen": "B1",
         "window_position": "Bw",
+        "window_score": "BKw1",
     },
     "delta": {
         "query": "BHNF",
@@ -110,9 +115,11 @@ SPECIFICATIONS |= {  # a decay per feature
     "delta_by_feature": SPECIFICATIONS["delta"] | {"log_decay": "BKNF"},
     "delta_step_by_feature": SPECIFICATIONS["delta_step"] | {"log_decay": "BK1F"},
 }
-OPTIONAL = ("key_mask", "log_decay", "state", "sink_query", "far_query", "far_key", "query_turn", "sink_turn")
+OPTIONAL = ("key_mask", "log_decay", "state", "sink_query", "query_turn", "sink_turn")
 MASKS = ("key_mask", "visible", "seen")
-HYBRID_STATE = ("sums", "window_key", "window_value", "kind", "sink_key", "sink_value", "num_seen", "window_position")
+KEPT = ("kept_key", "kept_value", "kept_score", "kept_age", "kept_position")
+HYBRID_STATE = ("sums", *KEPT, "window_key", "window_value", "kind", "sink_key", "sink_value", "num_seen")
+HYBRID_STATE += ("window_position", "window_score")
 LENGTHS = (1, 2, 3, 5, 7, 8, 13, 17, 31, 32, 33, 40, 63, 64, 65, 97, 130, 200)
 COLUMNS = (4, 5, 7, 8, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 128, 130)
 DECAYS = (0.0, -1e-3, -0.1, -0.9, -5.0, -30.0, -89.0, -300.0)
@@ -196,6 +203,7 @@ class Maker:
             sizes["D"], sizes["F"], sizes["C"] = (min(sizes[letter], 33) for letter in "DFC")
         sizes["S"] = sizes["N"] if is_causal else sizes["S"]
         sizes["w"], sizes["s"] = self.pick((1, 2, 5, 8, 33)), self.pick((0, 1, 4, 4, 40))
+        sizes["M"] = self.pick((1, 2, 3, 5, 8, 33))
         sizes["P"] = max(sizes["N"], 1) + self.pick((1, 2, 3, 8, 20, 32, 33, 64, 65)) - 1
         return sizes | {"1": 1}
 
@@ -217,6 +225,8 @@ class Maker:
         names = self.given(kind, is_causal, options["function"])
         if kind == "joint":
             self.arrange_joint(names, sizes, options)
+        if kind == "hybrid":
+            options["turns"] = self.turns(sizes["E"], "position" in names)
         function, is_affine = options["function"], "key_weight" in names
         columns = sizes["C"] if is_affine else sizes["D"]
         if kind in ("attention", "joint", "hybrid"):
@@ -249,6 +259,12 @@ class Maker:
         options["pairs"] = (start, 1, pairs) if self.chance(0.6) else (2 * start, 2, 1)
         options["window"] = window
 
+    def turns(self, dim: int, has_positions: bool) -> tuple[list[float], int, bool, int]:
+        """Frequencies of rotary pairs, how many the map sees, whether pairs are interleaved, and a trained length."""
+        count = self.random.randint(0, dim // 2) if has_positions else 0
+        frequencies = [10.0 ** (-3 * self.random.random()) for _ in range(count)]
+        return frequencies, self.random.randint(0, count), self.chance(0.5), self.random.choice((0, 1, 3, 50, 2**30))
+
     def given(self, kind: str, is_causal: bool, function: int) -> list[str]:
         is_delta = kind.startswith("delta")
         needed = ("log_decay", "state")[: 1 + ("step" in kind)] if is_delta else ()
@@ -265,8 +281,10 @@ class Maker:
             names.remove("visible")
         if kind == "hybrid" and self.chance(0.5):
             names = [name for name in names if name not in ("log_scale", "norm_weight")]
-        if kind == "hybrid" and self.chance(0.5):
-            names = [name for name in names if name not in ("position", "window_position")]
+        if kind == "hybrid" and self.chance(0.4):
+            names = [name for name in names if name not in ("score", "slope", "window_score", *KEPT)]
+        if kind == "hybrid" and self.chance(0.4):
+            names = [name for name in names if "position" not in name]
         return names
 
     def shape(self, letters: str, sizes: dict[str, int]) -> tuple[int, ...]:
@@ -282,11 +300,11 @@ class Maker:
         std = self.pick((1, 1, 4, 4 if "log_decay" in shapes or self.is_packed else 30))
         by_name = dict(zip(("query", "key", "value"), dtypes))
         by_name |= {"window_key": dtypes[1], "window_value": dtypes[2], "sink_key": dtypes[1], "sink_value": dtypes[2]}
-        by_name |= {"sink_query": dtypes[0], "x": dtypes[0]}
+        by_name |= {"sink_query": dtypes[0], "x": dtypes[0], "kept_key": dtypes[1], "kept_value": dtypes[2]}
         tensors: dict[str, torch.Tensor | None] = {}
         for name, shape in shapes.items():
             x = self.normal(shape)
-            if name in ("query", "key", "sink_key", "sink_query", "far_query", "far_key", "window_key", "x"):
+            if name in ("query", "key", "sink_key", "sink_query", "window_key", "kept_key", "x"):
                 x = rows_of(x, kind, options["function"], std)
             elif name in ("key_weight", "query_weight"):
                 x = (x.abs() if options["function"] == PLAIN else x) / max(1, shape[1]) ** 0.5
@@ -301,17 +319,22 @@ class Maker:
                 x = self.state(shape, kind == "hybrid" or options["function"] >= EXP, std)
             elif name in MASKS:
                 x = self.mask(name, shape)
-            elif name == "kind":
-                x = torch.randint(0, 3, shape, generator=self.generator).to(torch.int8)
-            elif name in ("position", "window_position"):
-                x = torch.randint(-5, 2**31 - 1, shape, generator=self.generator, dtype=torch.int32)
-            elif name == "num_seen":
-                numbers = (0, 1, 3, 50, -1, -(2**63), 2**63 - 1, 2**31)
-                x = torch.tensor([[self.random.choice(numbers)] for _ in range(shape[0])]).view(shape).long()
+            elif name == "position" or (name in HYBRID_STATE and name not in by_name):
+                x = self.place(name, shape)
             x = x.to(by_name[name]) if name in by_name else x
             is_double = dtypes[2] == torch.float64 and x.dtype == torch.float32
             tensors[name] = widened(x) if is_double else x
         return tensors
+
+    def place(self, name: str, shape) -> torch.Tensor:
+        """What the state of a step holds of places: kinds, numbers, positions, scores of which some are equal, ages."""
+        if name == "num_seen":
+            numbers = (0, 1, 3, 50, -1, -(2**63), 2**63 - 1, 2**31)
+            return torch.tensor([[self.random.choice(numbers)] for _ in range(shape[0])]).view(shape).long()
+        most = {"kind": 3, "kept_age": 4, "kept_score": 3, "window_score": 3}.get(name) or self.pick((60, 2**31 - 1))
+        least = -5 if name.endswith("position") else -2 if name.endswith("score") else 0
+        dtype = {"kind": torch.int8, "kept_score": torch.float32, "window_score": torch.float32}.get(name, torch.int32)
+        return torch.randint(least, most, shape, generator=self.generator).to(dtype)
 
     def state(self, shape, log_features: bool, std: float) -> torch.Tensor:
         state = self.normal(shape)
@@ -408,7 +431,7 @@ class Maker:
         wrong = {"state": torch.bfloat16, "sums": torch.float64, "kind": torch.int32, "num_seen": torch.int32}
         wrong |= {"key_mask": torch.float32, "visible": torch.uint8, "seen": torch.int64, "value": torch.int64}
         wrong |= (
-            {"window_key": torch.float16, "sink_value": torch.float64, "far_key": torch.bfloat16}
+            {"window_key": torch.float16, "sink_value": torch.float64, "kept_age": torch.int64, "score": torch.bfloat16}
             if kind == "hybrid"
             else {}
         )
