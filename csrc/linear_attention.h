@@ -40,7 +40,8 @@ enum { PLAIN, ELU, EXP, HEDGEHOG };
 
 /* Tensors of attention_forward (up to NEW_STATE) and attention_backward. A map has weight, bias and norm weight; the
    bias of queries is one number, a constant of the query like their norm. QUERY_TURN and KEY_TURN are float32 rows of
-   the cosines and then the sines by which a map's input is turned. */
+   the cosines and then the sines by which a map's input is turned. With a KEY_MAP into exponents, KEY_AGE says for how
+   many tokens a key has faded when it comes (float32). */
 enum {
     QUERY,
     KEY,
@@ -52,6 +53,7 @@ enum {
     STATE = QUERY_MAP + 3,
     QUERY_TURN,
     KEY_TURN,
+    KEY_AGE,
     OUTPUT,
     DENOMINATOR,
     SCALE,
@@ -98,6 +100,27 @@ enum {
 
 /* Tensors of slots_forward. */
 enum { SLOT_OUTPUT = MASK + 1, SLOT_TENSORS };
+
+/* Tensors of exact_keys_forward, which attends if EXACT_OUTPUT is there and otherwise gathers: GONE_KEY are the keys
+   that are displaced before each query, float32 and as the map sees them, GONE_VALUE and GONE_AGE what belongs to them.
+   The tensors that are kept come in the order of `Kept`; positions and ages are int32, and may be missing.
+   `sizes.features` is how many keys are kept, `sizes.map` the trained length or 0; `pair_start` is how many pairs the
+   map sees. */
+enum {
+    LEAVING_SCORE = MASK + 1,
+    QUERY_POSITION,
+    LEAVING_POSITION,
+    FREQUENCIES,
+    EXACT_SCALING,
+    OLD_KEPT,
+    NEW_KEPT = OLD_KEPT + 5,
+    GONE_KEY = NEW_KEPT + 5,
+    GONE_VALUE,
+    GONE_AGE,
+    EXACT_OUTPUT,
+    EXACT_SIZE,
+    EXACT_TENSORS
+};
 
 /* Tensors of delta_forward (up to DELTA_NEW_STATE) and delta_backward. `sizes.inputs` is how many features a key has,
    `sizes.features` how many numbers a log decay (1, or one per feature), `sizes.map` whether a token erases. */
@@ -177,7 +200,7 @@ enum {
     STEP_TENSORS = STEP_NEW + STEP_NEW - STEP_SUMS
 };
 
-/* ABI_VERSION and what a caller must lay out alike: the sizes of the three structs and of the five lists. */
+/* ABI_VERSION and what a caller must lay out alike: the sizes of the three structs and of the six lists. */
 EXPORT void abi(int64_t *numbers);
 /* The best of the instruction sets that this library is built for and this processor has: 0 base, 1 avx2, 2 avx512. */
 EXPORT int64_t best_instruction_set(void);
@@ -188,6 +211,7 @@ EXPORT int attention_backward(const sizes *s, const tensor *x);
 EXPORT int window_forward(const sizes *s, const tensor *x);
 EXPORT int window_backward(const sizes *s, const tensor *x);
 EXPORT int slots_forward(const sizes *s, const tensor *x);
+EXPORT int exact_keys_forward(const sizes *s, const tensor *x);
 EXPORT int delta_forward(const sizes *s, const tensor *x);
 EXPORT int delta_backward(const sizes *s, const tensor *x);
 /* These also return 2 for a row that is no block, and have then written nothing. */

@@ -154,33 +154,11 @@ static void map_row(const step_sizes *n, float *out, const float *row, float roo
     for (int64_t j = 0; j < columns && (bias || norm); j++) out[j] += (bias ? bias[j] : 0) - less;
 }
 
-/* The cosines and then the sines that move the pairs of columns from number `first` on by so many positions. */
-static void make_turn(const step_sizes *n, char **x, int64_t first, int64_t positions, float *turn) {
-    const float *frequencies = (const float *)x[STEP_FREQUENCIES];
-    for (int64_t i = first; i < n->pairs; i++) { /* with functions of libm, this would take longer than the sums */
-        double turns = (float)positions * frequencies[i] * 0.15915494309189535;
-        turns -= __builtin_floor(turns + 0.5);
-        float quarters = __builtin_floorf((float)turns * 4 + 0.5f);
-        float r = (float)(turns * 4 - quarters) * 1.57079633f, square = r * r; /* at most pi / 4 in size */
-        float sine = r * (1 + square * (-1 / 6.0f + square * (1 / 120.0f + square * (-1 / 5040.0f + square / 362880))));
-        float cosine = 1 + square * (-0.5f + square * (1 / 24.0f + square * (-1 / 720.0f + square / 40320)));
-        int32_t number = (int32_t)quarters;
-        float a = number & 1 ? sine : cosine, b = number & 1 ? cosine : sine;
-        turn[i] = (number + 1) & 2 ? -a : a;
-        turn[n->pairs + i] = number & 2 ? -b : b;
-    }
-}
-
 /* A row with its pairs of columns turned, in `space [key_dim]`; itself where there are none. */
 static const float *turned_row(const step_sizes *n, const float *row, int64_t first, const float *turn, float *space) {
-    int64_t step = n->is_interleaved ? 2 : 1, distance = n->is_interleaved ? 1 : n->pairs;
     if (first == n->pairs) return row;
     memcpy(space, row, 4 * n->key_dim);
-    float *a = space + first * step;
-    if (step == 1)
-        turn_row(a, a + distance, turn + first, turn + n->pairs + first, n->pairs - first, 1, 1);
-    else
-        turn_row(a, a + distance, turn + first, turn + n->pairs + first, n->pairs - first, step, 1);
+    turn_pairs(space, turn, n->pairs, first, n->is_interleaved ? 2 : 1, n->is_interleaved ? 1 : n->pairs);
     return space;
 }
 
@@ -247,7 +225,7 @@ static void map_rows(const step_sizes *n, char **x, int64_t head, const leaving 
     if (gone->is_far) {
         const float *bias = (const float *)x[STEP_KEY_BIAS], *norm = (const float *)x[STEP_KEY_NORM];
         const float *row = row_as_floats(gone->key, 0, d, n->key_bytes, row_space);
-        make_turn(n, x, first, -gone->position, key_turn);
+        make_turn(key_turn, (const float *)x[STEP_FREQUENCIES], n->pairs, first, -gone->position);
         map_row(n, out, turned_row(n, row, first, key_turn, turned_space), root,
                 (const float *)x[STEP_KEY_WEIGHT] + head * d * columns, bias ? bias + head * f : NULL,
                 norm ? norm[head] : 0, space);
@@ -408,7 +386,7 @@ static void attend_near(const step_sizes *n, char **x, int64_t head, const float
         int64_t row = j < window ? head * window + j : is_sink ? head * n->sinks + j - window : first + j - near;
         const float *key = row_as_floats(keys, row, d, n->key_bytes, space);
         if (is_distant) {
-            make_turn(n, x, 0, -(int64_t)position[first + j - near], turn);
+            make_turn(turn, (const float *)x[STEP_FREQUENCIES], n->pairs, 0, -(int64_t)position[first + j - near]);
             key = turned_row(n, key, 0, turn, turned_space);
         }
         for (int64_t g = 0; g < n->groups; g++) {
@@ -450,15 +428,16 @@ static void step_hybrid(const step_sizes *n, char **x, float *exponents) {
     int64_t window = n->window, sinks = n->sinks, key = n->key_dim * n->key_bytes, value = n->width * n->value_bytes;
     int64_t seen = *(const int64_t *)x[STEP_SEEN], now = (int64_t)((uint64_t)seen + 1); /* any number of a file */
     int64_t position = x[STEP_POSITION] ? *(const int32_t *)x[STEP_POSITION] : 0, last = n->trained_length - 1;
-    int is_far = *x[STEP_KIND] == FAR_LATER, is_sink = seen < sinks, is_beyond = n->pairs && n->trained_length && position > last;
+    int is_far = *x[STEP_KIND] == FAR_LATER, is_sink = seen < sinks,
+        is_beyond = n->pairs && n->trained_length && position > last;
     const char kind = is_sink ? SINK : FAR_LATER;
     float to_map[2 * n->pairs + 1], to_last[2 * n->pairs + 1];
     int32_t oldest = new[7] ? *(const int32_t *)x[STEP_WINDOW_POSITION] : 0;
     shift_rows(new[3], x[STEP_KIND], &kind, window, 0, 1);
     *(int64_t *)new[6] = now;
     if (new[7]) shift_rows(new[7], x[STEP_WINDOW_POSITION], x[STEP_POSITION], window, 0, 4);
-    make_turn(n, x, n->first_turned, -position, to_map);
-    if (is_beyond) make_turn(n, x, 0, last - position, to_last);
+    make_turn(to_map, (const float *)x[STEP_FREQUENCIES], n->pairs, n->first_turned, -position);
+    if (is_beyond) make_turn(to_last, (const float *)x[STEP_FREQUENCIES], n->pairs, 0, last - position);
     for (int64_t head = 0; head < n->heads; head++) {
         const char *new_key = x[STEP_KEY] + head * key, *new_value = x[STEP_VALUE] + head * value;
         float space[n->width], *moved = is_beyond ? moved_space : queries;

@@ -39,6 +39,7 @@ from ..torch_kernels.blocks import (
     with_dtype,
 )
 from ..torch_kernels.causal import gradients_with_graph
+from ..torch_kernels.exact_keys import Kept
 from ..torch_kernels.window import join, log_size, plain_window
 from .checks import (
     check_attention,
@@ -141,12 +142,9 @@ def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: Window
     scores: Any = (None, None)
     if mechanism.score_slope is not None and gates is not None:
         scores = with_dtype(gates, torch.float32), with_dtype(mechanism.score_slope, torch.float32) / SLOPE_TOKENS
-    rotary = mechanism.shape.rotary if mechanism.needs_positions else None
-    frequencies = () if rotary is None else rotary.inverse_frequencies
-    first = len(frequencies) if mechanism.shift is None else min(mechanism.shift.first, len(frequencies))
-    turns = frequencies, first, rotary is not None and rotary.is_interleaved, mechanism.trained_length or 0
+    turns = _turns_of(mechanism)
     given = (
-        *(query, key, value, *scores, positions if frequencies else None, *kernel_map.key, kernel_map.query.weight),
+        *(query, key, value, *scores, positions if turns[0] else None, *kernel_map.key, kernel_map.query.weight),
         *(log_decay, list(state), *(joint or (None, None)), *turns, kernel_map.function, scaling),
     )
     if inputs.in_place:
@@ -162,6 +160,14 @@ def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: Window
         norm = half_squared_norm(query, scaling).view(largest.shape)
         near = mechanism.mix((near, near_size), [(far, far_size)], largest, norm)
     return with_dtype(near.view(batch, 1, heads, width), query.dtype), state
+
+
+def _turns_of(mechanism: HybridAttention) -> tuple[Sequence[float], int, bool, int]:
+    """The rotary frequencies, how many of them the map sees, whether pairs are interleaved, and the trained length."""
+    rotary = mechanism.shape.rotary if mechanism.needs_positions else None
+    frequencies = () if rotary is None else rotary.inverse_frequencies
+    first = len(frequencies) if mechanism.shift is None else min(mechanism.shift.first, len(frequencies))
+    return frequencies, first, rotary is not None and rotary.is_interleaved, mechanism.trained_length or 0
 
 
 def _window(
@@ -471,9 +477,10 @@ def _check_turns(
     ):
         raise ValueError(
             f"Got a state of {tensors} tensors {'with' if has_scores else 'without'} scores, "
-            f"{'a' if has_position else 'no'} position, {pairs} frequencies for {dim} columns, of which the map sees {first}, and a trained length of "
-            f"{trained_length}. A state has 7 tensors, and 5 more with scores; where keys are turned back, which needs "
-            "a position, it has the position of each key too. There is one frequency for a pair of columns at most."
+            f"{'a' if has_position else 'no'} position, {pairs} frequencies for {dim} columns, of which the map sees "
+            f"{first}, and a trained length of {trained_length}. A state has 7 tensors, and 5 more with scores; where "
+            "keys are turned back, which needs a position, it has the position of each key too. There is one frequency "
+            "for a pair of columns at most."
         )
 
 
@@ -597,9 +604,11 @@ def hybrid(
     line: Line,
     sinks: tuple[Tensor, ...],
     seen: Tensor,
-    sums: Tensor | None,
-) -> tuple[Tensor, Tensor | None] | None:
+    sums: Any,
+) -> tuple[Tensor, Any] | None:
     """The operator for the keys of `line` (see `WindowAttention._at_once`), at once or in a graph, where C takes them.
+
+    With exact keys, that is without gradients only.
 
     Returns:
         The output `[B, H, N, W]` in the accumulation dtype, and the state after the keys that have left the window.
@@ -611,6 +620,8 @@ def hybrid(
     visible, features = line.kind, mechanism.feature_map.num_features
     if needs_plain(query) or not takes_attention(query, line.key, line.value, visible, features):
         return None
+    if line.score is not None and torch.is_grad_enabled():
+        return None
     constants, kernel_map = mechanism.mix.kernel_parameters(), mechanism.feature_map.kernel_map(scaling)
     if constants is None or kernel_map is None:
         return None
@@ -618,8 +629,12 @@ def hybrid(
     pairs, move = NO_PAIRS, mechanism.move_to_sinks(query, positions)
     if mechanism.shift is not None:
         turn = mechanism.shift.table(-positions)
-        is_same = line.position is inputs.positions
-        turns = turn, turn if is_same else mechanism.shift.table(-cast(Tensor, line.position))
+        key_turn = turn
+        if line.score is not None:  # the kernel turns the keys that are displaced
+            key_turn = None
+        elif line.position is not inputs.positions:
+            key_turn = mechanism.shift.table(-cast(Tensor, line.position))
+        turns = turn, key_turn
         pairs = mechanism.shift.pairs
     to_sinks, sink_pairs = None, NO_PAIRS
     if move is not None and mechanism.to_sinks is not None:
@@ -627,10 +642,15 @@ def hybrid(
     maps: Any = (*cast(Any, kernel_map.key), cast(Any, kernel_map.query).weight)
     log_decay = None if mechanism.decay is None else mechanism.decay()
     how: Any = (kernel_map.function, mechanism.window_size, scaling, pairs, sink_pairs)
-    tensors: Any = (query, line.key, line.value, visible, *sinks, seen, *turns, to_sinks, log_decay, sums)
+    far_sums, kept = (sums, ()) if line.score is None or sums is None else (sums[0], sums[1:])
+    tensors: Any = (query, line.key, line.value, visible, *sinks, seen, *turns, to_sinks, log_decay, far_sums)
     given: list[Any] = [*tensors, *maps, *constants, *how]
-    output, _, _, sums = OPERATORS.joint_attention(*given)
-    return output.transpose(1, 2), sums
+    if line.score is None:
+        output, _, _, sums = OPERATORS.joint_attention(*given)
+        return output.transpose(1, 2), sums
+    of_keys = line.score, positions, line.position, *_turns_of(mechanism), list(kept), mechanism.num_exact_keys
+    output, *new = OPERATORS.exact_attention(*given, *of_keys)
+    return output.transpose(1, 2), tuple(new)
 
 
 def _joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -734,7 +754,120 @@ def _fake_joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, 
     return [or_nothing(x, given.query) for x in (*dense, *others)]
 
 
-def check_joint(given: Given) -> int:
+class Exact(NamedTuple):
+    """The further arguments of the operator with exact keys; see `_hybrid_step` for those of rotary embedding."""
+
+    score: Tensor  # [B, Hkv, L, 1]
+    position: Tensor | None  # [B, N] int32, of queries
+    key_position: Tensor | None  # [B, L] int32
+    frequencies: Sequence[float]
+    first_turned: int
+    is_interleaved: bool
+    trained_length: int
+    kept: Sequence[Tensor]  # the tensors of `Kept`; none without a state
+    number: int  # M
+
+    def run(self, given: Given, *others: Tensor | None) -> None:
+        """Call C: `others` are its tensors from those kept after the last query on."""
+        batch, kv_heads, (first, num_far) = given.key.shape[0], given.key.shape[1], given.ranges
+        far, queries = slice(num_far), slice(first, None)
+        rows = ((given.visible, far), (self.position, queries), (self.key_position, far))
+        mask, *places = (
+            None if x is None else x[:, None, None, part, None].expand(-1, kv_heads, -1, -1, -1) for x, part in rows
+        )
+        scale = self.score.new_full((1,) * 5, given.scaling).expand(batch, kv_heads, -1, -1, -1)
+        angles = self.score.new_tensor(self.frequencies).expand(1, 1, 1, 1, -1)
+        keys = (with_rows(x)[:, :, :num_far].unsqueeze(2) for x in (given.key, given.value, self.score))
+        key, value, score = keys
+        old = (*(x.contiguous().unsqueeze(2) for x in self.kept), *[None] * (5 - len(self.kept)))
+        query = grouped(with_rows(given.query), kv_heads)[:, :, :, first:]
+        pairs = len(self.frequencies)
+        turned = (pairs, self.first_turned, *((2, 1) if self.is_interleaved else (1, pairs)))
+        tensors = (query, key, value, mask, score, *places, angles, scale, *old, *others)
+        run_attention("exact_keys_forward", (self.number, self.trained_length, True), tensors, turned=turned)
+
+
+def _exact(*arguments: Any) -> list[Tensor]:
+    """`_joint` with exact keys, without gradients: the output, the far sums, and the tensors of `Kept`."""
+    given, exact = Given(*arguments[: -len(Exact._fields)]), Exact(*arguments[-len(Exact._fields) :])
+    features = check_exact(given, exact)
+    refuse_without_library(*given[:3], *given[4:6], given.key_weight)
+    output, size, total, state = _new_results(given, features)
+    kept = [
+        x for x in Kept.nothing(given.key, given.value, exact.number, exact.key_position is not None) if x is not None
+    ]
+    (batch, kv_heads), (first, num_far), scale = given.key.shape[:2], given.ranges, torch.empty_like(total)
+    rows = grouped(output.transpose(1, 2), kv_heads)
+    total[:, :, :, :first] = 0
+    state.zero_()
+    state[..., -1] = EMPTY_MAXIMUM
+    if num_far:
+        gone = [output.new_empty(batch, kv_heads, 1, num_far, n) for n in (given.key.shape[3], given.value.shape[3], 1)]
+        new = [x.unsqueeze(2) for x in kept] + [None] * (5 - len(kept))
+        exact.run(given, *new, *gone, None, None)
+        real = given.visible[:, :num_far]
+        held = (exact.kept[3][:, 0, :, 0] != 0).sum(dim=1, keepdim=True) if exact.kept else 0
+        is_gone = real & (real.cumsum(dim=1) + held > exact.number)
+        far = _far_arguments(given)
+        far[1], far[2], far[3], far[-1] = (
+            *gone[:2],
+            is_gone[:, None, None, :, None].expand(-1, kv_heads, -1, -1, -1),
+            gone[2],
+        )
+        results = (rows[:, :, :, first:], total[:, :, :, first:], scale[:, :, :, first:], state.unsqueeze(2))
+        attend((features, given.function, True), (*far, *results), _turned(given.query_turn, given.pairs))
+    near = (*_window_arguments(given.scaling, *given[:7], None, given.sink_turn), total, scale, rows, size, None)
+    how = (given.window, given.sink_key.shape[2], True)
+    run_attention("window_forward", how, near, turned=_turned(given.sink_turn, given.sink_pairs))
+    if num_far:
+        exact.run(given, *[None] * 8, rows[:, :, :, first:], size[:, :, :, first:])
+    return [output, state, *kept]
+
+
+def _fake_exact(*arguments: Any) -> list[Tensor]:
+    given, exact = Given(*arguments[: -len(Exact._fields)]), Exact(*arguments[-len(Exact._fields) :])
+    output, _, _, state = _new_results(given, check_exact(given, exact))
+    kept = Kept.nothing(given.key, given.value, exact.number, exact.key_position is not None)
+    return [output, state, *(x for x in kept if x is not None)]
+
+
+def check_exact(given: Given, exact: Exact) -> int:
+    """Check the arguments of the operator with exact keys and return F, the number of features.
+
+    Raises:
+        ValueError: for the first invalid argument.
+    """
+    features = check_joint(given, turns_keys=False)
+    (batch, kv_heads, rows, dim), query, count = given.key.shape, given.query, exact.number
+    heads, kept = (batch, kv_heads, count), exact.kept
+    expected = (
+        ("score", exact.score, (batch, kv_heads, rows, 1), torch.float32),
+        ("position", exact.position, (batch, query.shape[2]), torch.int32),
+        ("key_position", exact.key_position, (batch, rows), torch.int32),
+        *zip(
+            ["kept"] * 5,
+            kept,
+            ((*heads, dim), (*heads, given.value.shape[3]), *[(*heads, 1)] * 3),
+            (given.key.dtype, given.value.dtype, torch.float32, torch.int32, torch.int32),
+        ),
+    )
+    for name, tensor, shape, dtype in expected:
+        check_shape(name, tensor, shape, like=query)
+        if tensor is not None and tensor.dtype != dtype:
+            raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
+    has_positions = exact.key_position is not None
+    if count < 1 or len(kept) != (0 if given.state is None else 4 + has_positions):
+        raise ValueError(
+            f"Got {count} exact keys and {len(kept)} tensors of a state; there must be a key, and with a state 4 "
+            "tensors, or 5 with the positions of keys."
+        )
+    tensors = 14 if has_positions else 12
+    pairs = len(exact.frequencies)
+    _check_turns(dim, True, exact.position is not None, tensors, pairs, exact.first_turned, exact.trained_length)
+    return features
+
+
+def check_joint(given: Given, turns_keys: bool = True) -> int:
     """Check the arguments of the operator and return F, the number of features.
 
     Raises:
@@ -761,7 +894,7 @@ def check_joint(given: Given) -> int:
     _check_turn("query_turn", given.query_turn, length, given.pairs, query)
     _check_turn("key_turn", given.key_turn, rows, given.pairs, query)
     widths = [None if turn is None else turn.shape[-1] for turn in (given.query_turn, given.key_turn)]
-    if widths[0] != widths[1]:
+    if widths[turns_keys] != widths[0]:
         raise ValueError("`query_turn` and `key_turn` must turn the same pairs; pass both or neither.")
     return check_attention(*given.far())
 
@@ -839,16 +972,16 @@ def _turn(x: Tensor, turn: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _far_arguments(given: Given) -> list[Tensor | None]:
-    """The arguments of the C kernel for far keys, up to the tables of angles."""
+    """The arguments of the C kernel for far keys, up to their ages."""
     *tensors, _, _ = given.far()
     norm = given.norm_weight * given.scaling
     constants = given.log_scale[:, None, None], norm[:, None, None]
     found = arguments_of_map(tensors, given.key.shape[1], constants)
     query_turn, key_turn = (_table(x, given.query, given.key.shape[1]) for x in (given.query_turn, given.key_turn))
     first, num_far = given.ranges
-    if query_turn is not None and key_turn is not None:
-        query_turn, key_turn = query_turn[:, :, :, first:], key_turn[:, :, :, :num_far]
-    return [*found[:-2], query_turn, key_turn]
+    query_turn = None if query_turn is None else query_turn[:, :, :, first:]
+    key_turn = None if key_turn is None else key_turn[:, :, :, :num_far]
+    return [*found[:-3], query_turn, key_turn, None]
 
 
 def _table(turn: Tensor | None, query: Tensor, kv_heads: int) -> Tensor | None:
@@ -883,6 +1016,12 @@ OPERATORS_OF_HYBRID = {
         _fake_joint,
         _differentiate_joint,
         saving(TENSORS, outputs=3, constants=[1, 2]),
+    ),
+    "exact_attention": Operator(
+        f"({JOINT}, Tensor score, Tensor? position, Tensor? key_position, float[] frequencies, int first_turned, "
+        "bool is_interleaved, int trained_length, Tensor[] kept, int count) -> Tensor[]",
+        _exact,
+        _fake_exact,
     ),
     "joint_attention_backward": Operator(
         f"(Tensor? grad_output, Tensor? grad_state, {JOINT}, Tensor output, Tensor log_size, Tensor denominator, "

@@ -397,7 +397,7 @@ class HybridAttention(HybridOptions, WindowAttention):
     def _at_once(
         self, inputs: MechanismInputs, line: Line, sinks: tuple[Tensor, ...], seen: Tensor, sums: Tensor | None
     ) -> tuple[Tensor, Tensor | None] | None:
-        if not self._is_plain or not self.joins_at_once or self.num_exact_keys:
+        if not self._is_plain or not self.joins_at_once:
             return None
         return implemented("hybrid", self, inputs, line, sinks, seen, sums)
 
