@@ -12,9 +12,10 @@ typedef struct {
     int64_t count, slots, step;   /* of kept keys, of slots in whole vectors, of keys that have left the window */
     int is_long;                  /* whether some query is beyond the trained length */
     int64_t *kept, *left, *spare; /* the slots of kept keys in their order, which key a slot has, BLOCK other slots */
+    float *score;                 /* of kept keys in their order, infinite behind them */
     int32_t *position;
     char *is_empty;
-    float *key, *value, *score, *key_t, *distant, *distant_t, *distant_query, *scores, *distant_scores, *now, *hidden;
+    float *key, *value, *key_t, *distant, *distant_t, *distant_query, *scores, *distant_scores, *now, *hidden;
 } exact;
 
 static void turn_to(const exact *v, float *row, int64_t first, int64_t positions) {
@@ -56,7 +57,7 @@ static void load_kept(exact *v) {
     v->step = 0, v->is_long = 0;
     for (int64_t n = 0; n < queries && w->sizes->map; n++)
         v->is_long |= number_at(v, QUERY_POSITION, n) >= w->sizes->map;
-    for (int64_t j = 0; j < v->slots; j++) v->now[j] = EMPTY, v->is_empty[j] = 1;
+    for (int64_t j = 0; j < v->slots; j++) v->now[j] = EMPTY, v->is_empty[j] = 1, v->score[j] = __builtin_inff();
     for (int64_t j = 0; j < BLOCK; j++) v->spare[j] = v->count + j;
     for (int64_t j = 0; j < v->count; j++) {
         int32_t age = number_at(v, OLD_KEPT + 3, j);
@@ -70,16 +71,18 @@ static void load_kept(exact *v) {
 
 /* The slot of what is displaced as key n, in slot `own`, leaves the window. */
 static int64_t choose(exact *v, int64_t n, int64_t own) {
-    int64_t place = 0, count = v->count, gone;
-    float smallest = __builtin_inff();
-    for (int64_t j = 0; j < count; j++)
-        if (v->score[v->kept[j]] <= smallest) smallest = v->score[v->kept[j]], place = j;
-    v->step++;
-    v->score[own] = *(float *)address_of(&v->w, LEAVING_SCORE, 0, n), v->left[own] = v->step, v->is_empty[own] = 0;
-    if (!(v->score[own] > smallest)) return own;
+    int64_t place = v->count - 1, gone;
+    float own_score = *(float *)address_of(&v->w, LEAVING_SCORE, 0, n), smallest = __builtin_inff();
+    vector least = *(vector *)v->score;
+    for (int64_t j = LANES; j < v->count; j += LANES) least = minimum_of(*(vector *)(v->score + j), least);
+    for (int l = 0; l < LANES; l++) smallest = least[l] < smallest ? least[l] : smallest;
+    v->left[own] = ++v->step, v->is_empty[own] = 0;
+    if (!(own_score > smallest)) return own;
+    while (place && v->score[place] != smallest) place--;
     gone = v->kept[place];
-    memmove(v->kept + place, v->kept + place + 1, sizeof(int64_t) * (count - 1 - place));
-    v->kept[count - 1] = own;
+    memmove(v->kept + place, v->kept + place + 1, sizeof(int64_t) * (v->count - 1 - place));
+    memmove(v->score + place, v->score + place + 1, sizeof(float) * (v->count - 1 - place));
+    v->kept[v->count - 1] = own, v->score[v->count - 1] = own_score;
     v->now[own] = 0, v->now[gone] = EMPTY;
     return gone;
 }
@@ -160,10 +163,9 @@ static void store_kept(exact *v) {
         w->tokens = 1;
         store(w, v->key + slot * w->input_row, w->input_row, w->ones, NEW_KEPT, 0, j, w->sizes->inputs);
         store(w, v->value + slot * w->value_row, w->value_row, w->ones, NEW_KEPT + 1, 0, j, w->sizes->width);
-        *(float *)address_of(w, NEW_KEPT + 2, 0, j) = is_empty ? 0 : v->score[slot];
+        *(float *)address_of(w, NEW_KEPT + 2, 0, j) = is_empty ? 0 : v->score[j];
         *(int32_t *)address_of(w, NEW_KEPT + 3, 0, j) = is_empty ? 0 : (int32_t)(v->step - v->left[slot] + 1);
-        if (w->tensors[NEW_KEPT + 4].data)
-            *(int32_t *)address_of(w, NEW_KEPT + 4, 0, j) = is_empty ? 0 : v->position[slot];
+        if (w->tensors[NEW_KEPT + 4].data) *(int32_t *)address_of(w, NEW_KEPT + 4, 0, j) = v->position[slot];
     }
 }
 

@@ -40,7 +40,7 @@ from ..torch_kernels.blocks import (
 )
 from ..torch_kernels.causal import gradients_with_graph
 from ..torch_kernels.exact_keys import Kept
-from ..torch_kernels.window import join, log_size, plain_window
+from ..torch_kernels.window import Part, join, log_size, plain_window
 from .checks import (
     check_attention,
     check_blocks,
@@ -802,7 +802,10 @@ def _exact(*arguments: Any) -> list[Tensor]:
     state.zero_()
     state[..., -1] = EMPTY_MAXIMUM
     if num_far:
-        gone = [output.new_empty(batch, kv_heads, 1, num_far, n) for n in (given.key.shape[3], given.value.shape[3], 1)]
+        gone = [
+            in_large_pages(output.new_empty(batch, kv_heads, 1, num_far, n))
+            for n in (given.key.shape[3], given.value.shape[3], 1)
+        ]
         new = [x.unsqueeze(2) for x in kept] + [None] * (5 - len(kept))
         exact.run(given, *new, *gone, None, None)
         real = given.visible[:, :num_far]
@@ -933,15 +936,21 @@ def _differentiate_joint(
     return *grads, *(None for _ in ctx.how)
 
 
-def plain_joint(given: Given) -> tuple[Tensor, Tensor]:
-    """What the operator computes, in plain torch operations: the output `[B, N, H, W]` and the state."""
-    before, window, kv_heads = given.before, given.window, given.key.shape[1]
-    query = accumulated(given.query)
+def plain_near(given: Given) -> Part:
+    """The part of window and sinks, in plain torch operations."""
+    before, window, query = given.before, given.window, accumulated(given.query)
     to_sinks = None if given.sink_turn is None else _turn(query, given.sink_turn, given.sink_pairs)
     near_key, near_value = (F.pad(x, (0, 0, window - 1 - before, 0)) for x in (given.key, given.value))
     visible = F.pad(given.visible, (window - 1 - before, 0))
     sinks = given.sink_key, given.sink_value, given.seen
     output, size, _ = plain_window(query, near_key, near_value, visible, *sinks, to_sinks, given.scaling)
+    return output, size
+
+
+def plain_joint(given: Given) -> tuple[Tensor, Tensor]:
+    """What the operator computes, in plain torch operations: the output `[B, N, H, W]` and the state."""
+    before, window, kv_heads = given.before, given.window, given.key.shape[1]
+    query = accumulated(given.query)
     far_query, far_key = query, accumulated(given.key)
     if given.query_turn is not None and given.key_turn is not None:
         far_query, far_key = (
@@ -958,7 +967,7 @@ def plain_joint(given: Given) -> tuple[Tensor, Tensor]:
     half = query.square().sum(dim=-1, keepdim=True) * (given.scaling / 2)
     log_scale, norm = (x.to(query.dtype)[:, None, None] for x in (given.log_scale, given.norm_weight))
     far_size = log_size(total, scale) + (log_scale - norm * half).unflatten(1, (kv_heads, -1))
-    return join((output, size), (far, far_size))[0].flatten(1, 2).transpose(1, 2), state
+    return join(plain_near(given), (far, far_size))[0].flatten(1, 2).transpose(1, 2), state
 
 
 def _turn(x: Tensor, turn: Tensor, pairs: Pairs) -> Tensor:

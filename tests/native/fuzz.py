@@ -10,6 +10,7 @@ reaches C lies between guards, and all new memory is poisoned (tests/support/poi
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import sys
@@ -37,7 +38,8 @@ from hf_linear_attention.mechanisms.base import Rotary
 from hf_linear_attention.positions.rotary import RotaryShift
 from hf_linear_attention.torch_kernels import attention as kernels
 from hf_linear_attention.torch_kernels import delta as kernels_delta_torch
-from hf_linear_attention.torch_kernels.blocks import EMPTY_MAXIMUM, EXP, Affine, KernelMap
+from hf_linear_attention.torch_kernels.blocks import EMPTY_MAXIMUM, EXP, HEDGEHOG, Affine, KernelMap
+from hf_linear_attention.torch_kernels.exact_keys import Kept
 from hf_linear_attention.torch_kernels.window import (
     NearKeys,
     SinkKeys,
@@ -156,6 +158,118 @@ def joint(t, options, constants):
         kernels_hybrid.plain_joint(given) if "is_exact" in constants else OPERATORS.joint_attention(*given)
     )
     return [output, *comparable(constants, options["function"], None, None, None, state)]
+
+
+def exact(t, options, constants):
+    """The operator, or in float64 what it stands for."""
+    how = (options[name] for name in ("function", "window", "scaling", "pairs", "pairs"))
+    given = kernels_hybrid.Given(*(t.get(name) for name in JOINT), *how)
+    others = kernels_hybrid.Exact(
+        *(t.get(name) for name in ("score", "position", "key_position")),
+        *options["turns"],
+        [t[name] for name in KEPT if name in t],
+        options["number"],
+    )
+    if "is_exact" in constants:
+        output, state, *kept = exact_in_torch(given, others)
+    else:
+        output, state, *kept = OPERATORS.exact_attention(*given, *others)
+    return [output, *comparable(constants, options["function"], None, None, None, state), *kept]
+
+
+def exact_in_torch(given, exact):
+    """`plain_joint` with the keys that are kept, and far keys that come when they are displaced."""
+    (first, num_far), number, query = given.ranges, exact.number, given.query
+    (batch, heads), score = given.key.shape[:2], exact.score[:, :, : given.ranges[1]]
+    nothing = Kept.nothing(given.key, given.value, number, exact.key_position is not None)
+    old = exact.kept or [x for x in nothing if x is not None]
+    near = kernels_hybrid.plain_near(given)
+    if not num_far:
+        state = query.new_zeros(
+            batch, heads, given.query_weight.shape[-1] * (1 + (given.function == HEDGEHOG)), given.value.shape[3] + 2
+        )
+        state[..., -1] = EMPTY_MAXIMUM
+        return [near[0].flatten(1, 2).transpose(1, 2), state, *old]
+    new = [given.key[:, :, :num_far], given.value[:, :, :num_far], score, torch.zeros(score.shape).int()]
+    if exact.key_position is not None:
+        new.append(exact.key_position[:, None, :num_far, None].expand(-1, heads, -1, -1))
+    rows = [torch.cat(pair, dim=2) for pair in zip(old, new)]
+    gone, ages, is_gone, seen, kept, kept_age = chosen(rows, given.visible[:, :num_far], number)
+    key, value, *_, place = at_places(rows, gone)
+    if exact.first_turned < len(exact.frequencies):
+        rotary = Rotary(tuple(exact.frequencies), exact.is_interleaved)
+        key = RotaryShift(rotary, exact.first_turned)(key, -place[..., 0].long())
+    far_query = query if given.query_turn is None else kernels_hybrid._turn(query, given.query_turn, given.pairs)
+    maps = Affine(given.query_weight), Affine(given.key_weight, given.key_bias, given.key_norm)
+    feature_map = KernelMap(given.function, *maps)
+    exponents = [feature_map.features(x, y) for x, y in zip((far_query[:, :, first:], key), maps)]
+    decay = torch.zeros(heads) if given.log_decay is None else given.log_decay
+    exponents[1] = exponents[1] + decay[:, None, None] * ages.unsqueeze(3)
+    far = (*exponents, value, is_gone, given.log_decay, given.state, *[None] * 4, EXP, True)
+    far, total, scale, state = kernels.in_torch(*far, plain=True)
+    half = query.square().sum(dim=-1, keepdim=True) * (given.scaling / 2)
+    add = (given.log_scale[:, None, None] - given.norm_weight[:, None, None] * half).unflatten(1, (heads, -1))
+    size = log_size(total, scale) + add[:, :, :, first:]
+    later = join(tuple(x[:, :, :, first:] for x in near), (far, size), part_of_kept(given, exact, rows, seen))
+    output = torch.cat((near[0][:, :, :, :first], later[0]), dim=3)
+    last = at_places(rows, kept)
+    last[2:4] = last[2].masked_fill(kept_age.unsqueeze(3) == 0, 0.0), kept_age.unsqueeze(3)
+    return [output.flatten(1, 2).transpose(1, 2), state, *last]
+
+
+def at_places(rows, places):
+    return [x.gather(2, places.unsqueeze(3).expand(-1, -1, -1, x.shape[3])) for x in rows]
+
+
+def chosen(rows, real, number):
+    """For each key that leaves, the row that is displaced, its age, whether there is one, and what is then kept; the
+    rows that are kept in the end, and their ages."""
+    score, age = rows[2][..., 0], rows[3][..., 0]
+    (batch, heads, total), length = score.shape, real.shape[1]
+    gone, ages, seen = score.new_zeros(batch, heads, length).long(), score.new_zeros(batch, heads, length), []
+    is_gone, kept, kept_age = torch.zeros(real.shape).bool(), gone.new_zeros(batch, heads, number), []
+    for b, h in itertools.product(range(batch), range(heads)):
+        empty = {place for place in range(number) if not age[b, h, place]}
+        own = [-math.inf if place in empty else x for place, x in enumerate(score[b, h].tolist())]
+        left, held, count = [1 - x for x in age[b, h].tolist()], list(range(number)), 0
+        for t in range(length):
+            if real[b, t]:
+                count += 1
+                left[number + t] = count
+                held.append(number + t)
+                out = max(held, key=lambda place: (-own[place], place))
+                held.remove(out)
+                if out not in empty:
+                    gone[b, h, t], ages[b, h, t], is_gone[b, t] = out, count - left[out], True
+            seen.append([place in held and place not in empty for place in range(total)])
+        kept[b, h] = torch.tensor(held)
+        kept_age.append([0 if place in empty else count - left[place] + 1 for place in held])
+    seen = torch.tensor(seen).view(batch, heads, length, total)
+    return gone, ages, is_gone, seen, kept, torch.tensor(kept_age, dtype=torch.int32).view(kept.shape)
+
+
+def part_of_kept(given, exact, rows, seen):
+    """The part of the keys `rows` that each query sees."""
+    first, trained_length = given.ranges[0], exact.trained_length
+    query, heads = given.scaling * given.query[:, :, first:], given.key.shape[1]
+    logits = query.unflatten(1, (heads, -1)) @ rows[0].unsqueeze(2).mT
+    if trained_length and exact.frequencies:
+        shift, position = (
+            RotaryShift(Rotary(tuple(exact.frequencies), exact.is_interleaved)),
+            exact.position[:, first:].long(),
+        )
+        moved = shift(query, trained_length - 1 - position).unflatten(1, (heads, -1))
+        distant = moved @ shift(rows[0], -rows[4][..., 0].long()).unsqueeze(2).mT
+        position = position[:, None, :, None]
+        is_distant = (position >= trained_length) & (position - rows[4].long().mT >= trained_length)
+        logits = torch.where(is_distant.unsqueeze(2), distant, logits)
+    return part_of_logits(logits, ~seen.unsqueeze(2), rows[1])
+
+
+def part_of_logits(logits, hidden, value):
+    logits = logits.masked_fill(hidden, EMPTY_MAXIMUM)
+    size = logits.logsumexp(dim=-1, keepdim=True).masked_fill(hidden.all(dim=-1, keepdim=True), EMPTY_MAXIMUM)
+    return logits.softmax(dim=-1).masked_fill(hidden, 0.0) @ value.unsqueeze(2), size
 
 
 def slots(t, options, constants):
@@ -280,11 +394,8 @@ def near_in_torch(t, kept, rotary, trained_length, scaling):
         is_distant = (position >= trained_length) & (position - kept[4] >= trained_length)
         logits = torch.where(is_distant.unsqueeze(2).mT, queries[1] @ distant.mT, logits)
     is_empty = (kept[3] == 0).unsqueeze(2).mT
-    logits = logits.masked_fill(is_empty, EMPTY_MAXIMUM)
-    average = logits.softmax(dim=-1).masked_fill(is_empty, 0.0) @ kept[1].unsqueeze(2)
-    size = logits.logsumexp(dim=-1, keepdim=True).masked_fill(is_empty.all(dim=-1, keepdim=True), EMPTY_MAXIMUM)
-    largest = torch.maximum(part[2], logits.amax(dim=-1, keepdim=True))
-    return state, (*join(part[:2], (average, size)), largest)
+    largest = torch.maximum(part[2], logits.masked_fill(is_empty, EMPTY_MAXIMUM).amax(dim=-1, keepdim=True))
+    return state, (*join(part[:2], part_of_logits(logits, is_empty, kept[1])), largest)
 
 
 def delta(t, options, constants):
@@ -304,11 +415,12 @@ def elu(t, options, constants):
 
 ENTRIES = {
     **{"attention": map_attention, "features": features, "step": step, "window": window, "joint": joint},
+    **{"exact": exact},
     **{"slots": slots, "hybrid": hybrid, "elu": elu, "delta": delta, "delta_by_feature": delta},
     **{"delta_step": delta, "delta_step_by_feature": delta},
 }
 HAVE_GRADIENTS = ("attention", "features", "window", "joint", "delta", "delta_by_feature")
-ONLY_IN_C = ("hybrid", "joint", "elu")
+ONLY_IN_C = ("hybrid", "joint", "exact", "elu")
 
 
 class Fuzzer:
@@ -381,7 +493,7 @@ class Fuzzer:
 
 def is_beyond_torch(call: Call, library: Any) -> bool:
     """Whether torch computes exponents with a decay of more than float32 holds: it loses keys beside older ones."""
-    if call.entry == "joint" and spread_of_keys(call) > 700:
+    if call.entry in ("joint", "exact") and spread_of_keys(call) > 700:
         return True  # e^-700 is the least that float64 holds: the reference loses far keys beside larger ones
     decay = call.clean.get("log_decay")
     if call.options["function"] < EXP or call.entry == "hybrid" or decay is None or decay.min() > -60:
