@@ -138,6 +138,32 @@ INLINE void turn_row(float *restrict a, float *restrict b, const float *cosine, 
     }
 }
 
+/* The cosines and then the sines that move the pairs of columns from number `first` on by so many positions. */
+static inline void make_turn(float *turn, const float *frequencies, int64_t pairs, int64_t first, int64_t positions) {
+    for (int64_t i = first; i < pairs; i++) { /* with functions of libm, this would take longer than a step's sums */
+        double turns = (float)positions * frequencies[i] * 0.15915494309189535;
+        turns -= __builtin_floor(turns + 0.5);
+        float quarters = __builtin_floorf((float)turns * 4 + 0.5f);
+        float r = (float)(turns * 4 - quarters) * 1.57079633f, square = r * r; /* at most pi / 4 in size */
+        float sine = r * (1 + square * (-1 / 6.0f + square * (1 / 120.0f + square * (-1 / 5040.0f + square / 362880))));
+        float cosine = 1 + square * (-0.5f + square * (1 / 24.0f + square * (-1 / 720.0f + square / 40320)));
+        int32_t number = (int32_t)quarters;
+        float a = number & 1 ? sine : cosine, b = number & 1 ? cosine : sine;
+        turn[i] = (number + 1) & 2 ? -a : a;
+        turn[pairs + i] = number & 2 ? -b : b;
+    }
+}
+
+/* The pairs of columns of a row, from number `first` on, by the angles `turn [2 pairs]`. */
+static inline void turn_pairs(float *row, const float *turn, int64_t pairs, int64_t first, int64_t step,
+                              int64_t distance) {
+    float *a = row + first * step;
+    if (step == 1)
+        turn_row(a, a + distance, turn + first, turn + pairs + first, pairs - first, 1, 1);
+    else
+        turn_row(a, a + distance, turn + first, turn + pairs + first, pairs - first, step, 1);
+}
+
 /* c rows[C, ld] from token n on are turned by their angles in the tensor `table`, or back by direction = -1. */
 static inline void turn_rows(const work *w, float *rows, int64_t ld, int table, int64_t n, float direction) {
     const sizes *s = w->sizes;

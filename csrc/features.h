@@ -64,6 +64,10 @@ static inline void load_inputs(work *w, float *out, float *input, int which, int
             w->sizes->inputs, w->image_row, 0, FULL);
     if (w->image) log_softmaxes(w, out, which == QUERY ? w->query_softmax : w->key_softmax);
     int is_added = which == KEY && (m->bias || m->norm);
+    for (int64_t t = 0; t < w->tokens && which == KEY && w->decay && w->tensors[KEY_AGE].data; t++) {
+        float faded = w->decay * *(float *)address_of(w, KEY_AGE, 0, n + t);
+        for (int64_t j = 0; j < w->feature_row; j++) out[t * w->feature_row + j] += faded;
+    }
     if (is_added) row_dot_products(half, input, input, w->input_row, w->input_row);
     for (int64_t t = 0; t < BLOCK && is_added; t++)
         for (int64_t j = 0; j < w->feature_row; j++)

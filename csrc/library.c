@@ -4,8 +4,8 @@
 
 void abi(int64_t *numbers) {
     int64_t all[] = {ABI_VERSION,    sizeof(tensor), sizeof(sizes), sizeof(step_sizes), ATTENTION_TENSORS,
-                     WINDOW_TENSORS, SLOT_TENSORS,   STEP_TENSORS,  DELTA_TENSORS};
-    for (int i = 0; i < 9; i++) numbers[i] = all[i];
+                     WINDOW_TENSORS, SLOT_TENSORS,   EXACT_TENSORS, STEP_TENSORS,       DELTA_TENSORS};
+    for (int i = 0; i < 10; i++) numbers[i] = all[i];
 }
 
 int64_t best_instruction_set(void) {

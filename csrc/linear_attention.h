@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 /* Raised by every change to what stands in this file; kernels/cpu.py computes in torch where it expects another one. */
-#define ABI_VERSION 5
+#define ABI_VERSION 6
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -40,7 +40,8 @@ enum { PLAIN, ELU, EXP, HEDGEHOG };
 
 /* Tensors of attention_forward (up to NEW_STATE) and attention_backward. A map has weight, bias and norm weight; the
    bias of queries is one number, a constant of the query like their norm. QUERY_TURN and KEY_TURN are float32 rows of
-   the cosines and then the sines by which a map's input is turned. */
+   the cosines and then the sines by which a map's input is turned. With a KEY_MAP into exponents, KEY_AGE says for how
+   many tokens a key has faded when it comes (float32). */
 enum {
     QUERY,
     KEY,
@@ -52,6 +53,7 @@ enum {
     STATE = QUERY_MAP + 3,
     QUERY_TURN,
     KEY_TURN,
+    KEY_AGE,
     OUTPUT,
     DENOMINATOR,
     SCALE,
@@ -99,6 +101,27 @@ enum {
 /* Tensors of slots_forward. */
 enum { SLOT_OUTPUT = MASK + 1, SLOT_TENSORS };
 
+/* Tensors of exact_keys_forward, which attends if EXACT_OUTPUT is there and otherwise gathers: GONE_KEY are the keys
+   that are displaced before each query, float32 and as the map sees them, GONE_VALUE and GONE_AGE what belongs to them.
+   The tensors that are kept come in the order of `Kept`; positions and ages are int32, and may be missing.
+   `sizes.features` is how many keys are kept, `sizes.map` the trained length or 0; `pair_start` is how many pairs the
+   map sees. */
+enum {
+    LEAVING_SCORE = MASK + 1,
+    QUERY_POSITION,
+    LEAVING_POSITION,
+    FREQUENCIES,
+    EXACT_SCALING,
+    OLD_KEPT,
+    NEW_KEPT = OLD_KEPT + 5,
+    GONE_KEY = NEW_KEPT + 5,
+    GONE_VALUE,
+    GONE_AGE,
+    EXACT_OUTPUT,
+    EXACT_SIZE,
+    EXACT_TENSORS
+};
+
 /* Tensors of delta_forward (up to DELTA_NEW_STATE) and delta_backward. `sizes.inputs` is how many features a key has,
    `sizes.features` how many numbers a log decay (1, or one per feature), `sizes.map` whether a token erases. */
 enum {
@@ -120,28 +143,31 @@ enum {
 
 /* One token after others, of `batch` sequences. With `rows`, the state of sequence i is block rows[i] of the states,
    which have `blocks` of them. In delta_step `key_dim` is how many numbers a log decay has (1, or one per feature), and
-   `map` whether a token erases. */
+   `map` whether a token erases. In hybrid_step `exact` is how many keys are kept behind the window. Positions turn
+   `pairs` pairs of columns, 2 i and 2 i + 1 if `is_interleaved`, else i and `pairs` + i; the map does not see the turn
+   of the pairs from number `first_turned` on. From `trained_length` on (unless it is 0) the queries move for sinks. */
 typedef struct {
     int64_t batch, blocks, heads, groups, window, sinks, key_dim, features, width, map;
     int64_t query_bytes, key_bytes, value_bytes;
+    int64_t exact, pairs, first_turned, is_interleaved, trained_length;
     double scaling;
 } step_sizes;
 
 /* Addresses of a step, and how many bytes further on each has the next sequence or the next block of states; both are
    dense in themselves, and what all sequences share has stride 0. attention_step and delta_step have STEP_QUERY and
    STEP_KEY (features, or exponents), STEP_VALUE, STEP_DECAY (of delta_step: per sequence), STEP_BETA, STEP_FAR,
-   STEP_FAR_SIZE, STEP_SUMS and STEP_NEW. In hybrid_step STEP_FAR_QUERY and STEP_FAR_KEY are rows for the feature map,
-   in float32; where they are missing it sees the query and the key that leaves the window. What follows STEP_SUMS are
-   states: up to STEP_WINDOW_POSITION in the order of `HybridState` (which may have no positions), from STEP_NEW on the
-   new one likewise, which may lie where the old one does. */
+   STEP_FAR_SIZE, STEP_SUMS and STEP_NEW. In hybrid_step the score of the key is STEP_SCORE and its place among the
+   real tokens, from 1, times STEP_SLOPE; STEP_FREQUENCIES are the angles of pairs per position. What follows STEP_SUMS
+   are states: those of `WindowState` (which may have no positions and no scores) and then of `Kept`, if there are exact
+   keys. From STEP_NEW on they are the new ones likewise, which may lie where the old ones do. */
 enum {
     STEP_QUERY,
     STEP_KEY,
     STEP_VALUE,
-    STEP_SINK_QUERY,
+    STEP_SCORE,
+    STEP_SLOPE,
     STEP_POSITION,
-    STEP_FAR_QUERY,
-    STEP_FAR_KEY,
+    STEP_FREQUENCIES,
     STEP_KEY_WEIGHT,
     STEP_KEY_BIAS,
     STEP_KEY_NORM,
@@ -163,11 +189,18 @@ enum {
     STEP_SINK_VALUE,
     STEP_SEEN,
     STEP_WINDOW_POSITION,
+    STEP_WINDOW_SCORE,
+    STEP_KEPT_KEY,
+    STEP_KEPT_VALUE,
+    STEP_KEPT_SCORE,
+    STEP_KEPT_AGE,
+    STEP_KEPT_POSITION,
     STEP_NEW,
-    STEP_TENSORS = STEP_NEW + 8
+    STEP_NEW_KEPT = STEP_NEW + STEP_KEPT_KEY - STEP_SUMS,
+    STEP_TENSORS = STEP_NEW + STEP_NEW - STEP_SUMS
 };
 
-/* ABI_VERSION and what a caller must lay out alike: the sizes of the three structs and of the five lists. */
+/* ABI_VERSION and what a caller must lay out alike: the sizes of the three structs and of the six lists. */
 EXPORT void abi(int64_t *numbers);
 /* The best of the instruction sets that this library is built for and this processor has: 0 base, 1 avx2, 2 avx512. */
 EXPORT int64_t best_instruction_set(void);
@@ -178,6 +211,7 @@ EXPORT int attention_backward(const sizes *s, const tensor *x);
 EXPORT int window_forward(const sizes *s, const tensor *x);
 EXPORT int window_backward(const sizes *s, const tensor *x);
 EXPORT int slots_forward(const sizes *s, const tensor *x);
+EXPORT int exact_keys_forward(const sizes *s, const tensor *x);
 EXPORT int delta_forward(const sizes *s, const tensor *x);
 EXPORT int delta_backward(const sizes *s, const tensor *x);
 /* These also return 2 for a row that is no block, and have then written nothing. */

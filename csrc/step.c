@@ -2,8 +2,9 @@
 /* A step of one token after others: at this size every call of torch costs more than the sums.
 
    `attention_step` has plain features or exponents. `delta_step` reads its state twice, once for S^T k and S^T q and
-   once to write it. `hybrid_step` is `HybridAttention._attend_back` for one real token without ALiBi: the oldest place
-   of the window goes to the far sums, the new token takes the newest. Every other function sees one sequence. */
+   once to write it. `hybrid_step` is `HybridAttention._attend_causally` for one real token without ALiBi: the oldest
+   place of the window goes to the exact keys, or what it displaces there goes to the far sums, and the new token takes
+   the newest. Every other function sees one sequence. */
 #include "blocks.h"
 
 /* Calls `step` for every sequence, with its addresses and with memory for `floats` numbers. */
@@ -114,9 +115,12 @@ static float softmax_weights(float *x, int64_t n, float *total) {
 
 /* What a place of the window holds besides nothing, 0: a token that goes to the far sums later, or a sink. */
 enum { FAR_LATER = 1, SINK = 2 };
-/* `count` rows of which the first leaves and `row` comes behind the last; `to` may be `from`. */
-static void shift_rows(char *to, const char *from, const char *row, int64_t count, int64_t bytes) {
-    memmove(to, from + bytes, (count - 1) * bytes);
+/* `count` rows of which number `gone` leaves and `row` comes behind the last; none does if there is no such number.
+   `to` may be `from`. */
+static void shift_rows(char *to, const char *from, const char *row, int64_t count, int64_t gone, int64_t bytes) {
+    if (to != from) memcpy(to, from, gone * bytes);
+    if (gone == count) return;
+    memmove(to + gone * bytes, from + (gone + 1) * bytes, (count - 1 - gone) * bytes);
     memcpy(to + (count - 1) * bytes, row, bytes);
 }
 
@@ -150,24 +154,88 @@ static void map_row(const step_sizes *n, float *out, const float *row, float roo
     for (int64_t j = 0; j < columns && (bias || norm); j++) out[j] += (bias ? bias[j] : 0) - less;
 }
 
-/* The exponents of the key that leaves the window, if `is_far`, and behind them those of the queries of this head. */
-static void map_rows(const step_sizes *n, char **x, int64_t head, int is_far, float *out, float *space) {
-    int64_t d = n->key_dim, f = n->features, columns = n->map == HEDGEHOG ? f / 2 : f;
-    float root = __builtin_sqrtf(n->scaling), row_space[d];
-    if (is_far) {
+/* A row with its pairs of columns turned, in `space [key_dim]`; itself where there are none. */
+static const float *turned_row(const step_sizes *n, const float *row, int64_t first, const float *turn, float *space) {
+    if (first == n->pairs) return row;
+    memcpy(space, row, 4 * n->key_dim);
+    turn_pairs(space, turn, n->pairs, first, n->is_interleaved ? 2 : 1, n->is_interleaved ? 1 : n->pairs);
+    return space;
+}
+
+/* A key that goes to the far sums, if `is_far`, after it has been behind the window for `age` tokens; `place` is where
+   it was among the exact keys, `exact` if it was not. */
+typedef struct {
+    const char *key, *value;
+    int64_t position, age, place;
+    int is_far;
+} leaving;
+
+/* The oldest key of the window, which is an ordinary token if `is_far`, or the exact key that it displaces: that with
+   the smallest score, the latest one of several. `oldest` is the position in the window. */
+static leaving leaving_key(const step_sizes *n, char **x, int64_t head, int32_t oldest, int is_far) {
+    int64_t key = n->key_dim * n->key_bytes, value = n->width * n->value_bytes, first = head * n->exact;
+    leaving found = {x[STEP_WINDOW_KEY] + head * n->window * key,
+                     x[STEP_WINDOW_VALUE] + head * n->window * value,
+                     oldest,
+                     0,
+                     n->exact,
+                     is_far};
+    if (!is_far || !n->exact) return found;
+    const float *score = (const float *)x[STEP_KEPT_SCORE] + first;
+    const int32_t *age = (const int32_t *)x[STEP_KEPT_AGE] + first;
+    float smallest = __builtin_inff();
+    int64_t place = 0;
+    for (int64_t j = 0; j < n->exact; j++) {
+        float own = age[j] ? score[j] : -__builtin_inff();
+        if (own <= smallest) smallest = own, place = j;
+    }
+    if (!(((const float *)x[STEP_WINDOW_SCORE])[head * n->window] > smallest)) return found;
+    int64_t position = x[STEP_KEPT_POSITION] ? ((const int32_t *)x[STEP_KEPT_POSITION])[first + place] : 0;
+    return (leaving){x[STEP_KEPT_KEY] + (first + place) * key,
+                     x[STEP_KEPT_VALUE] + (first + place) * value,
+                     position,
+                     age[place],
+                     place,
+                     age[place] != 0};
+}
+
+/* The exact keys after the oldest key of the window, an ordinary token if `is_far`, has come to them. */
+static void keep_key(const step_sizes *n, char **x, int64_t head, const leaving *gone, int32_t oldest, int is_far) {
+    int64_t key = n->key_dim * n->key_bytes, value = n->width * n->value_bytes, row = head * n->window;
+    const int32_t no_age = 0;
+    const char *rows[] = {x[STEP_WINDOW_KEY] + row * key, x[STEP_WINDOW_VALUE] + row * value,
+                          x[STEP_WINDOW_SCORE] + row * 4, (const char *)&no_age, (const char *)&oldest};
+    const int64_t bytes[] = {key, value, 4, 4, 4};
+    for (int i = 0; i < 5 && x[STEP_KEPT_KEY + i]; i++) {
+        int64_t first = head * n->exact * bytes[i];
+        shift_rows(x[STEP_NEW_KEPT + i] + first, x[STEP_KEPT_KEY + i] + first, rows[i], n->exact, gone->place,
+                   bytes[i]);
+    }
+    int32_t *age = (int32_t *)x[STEP_NEW_KEPT + STEP_KEPT_AGE - STEP_KEPT_KEY] + head * n->exact;
+    for (int64_t j = 0; j < n->exact && is_far; j++) age[j] = (int32_t)((uint32_t)age[j] + (age[j] != 0));
+    if (gone->place < n->exact) age[n->exact - 1] = 1;
+}
+
+/* The exponents of the key that goes to the far sums, and behind them those of the `queries` of this head; the angles
+   `turn` move queries to where the map sees them. */
+static void map_rows(const step_sizes *n, char **x, int64_t head, const leaving *gone, const float *queries,
+                     const float *turn, float *out, float *space) {
+    int64_t d = n->key_dim, f = n->features, columns = n->map == HEDGEHOG ? f / 2 : f, first = n->first_turned;
+    float root = __builtin_sqrtf(n->scaling), row_space[d], turned_space[d], key_turn[2 * n->pairs + 1];
+    if (gone->is_far) {
         const float *bias = (const float *)x[STEP_KEY_BIAS], *norm = (const float *)x[STEP_KEY_NORM];
-        const float *row = x[STEP_FAR_KEY]
-                               ? (const float *)x[STEP_FAR_KEY] + head * d
-                               : row_as_floats(x[STEP_WINDOW_KEY], head * n->window, d, n->key_bytes, row_space);
-        map_row(n, out, row, root, (const float *)x[STEP_KEY_WEIGHT] + head * d * columns,
-                bias ? bias + head * f : NULL, norm ? norm[head] : 0, space);
+        const float *row = row_as_floats(gone->key, 0, d, n->key_bytes, row_space);
+        make_turn(key_turn, (const float *)x[STEP_FREQUENCIES], n->pairs, first, -gone->position);
+        map_row(n, out, turned_row(n, row, first, key_turn, turned_space), root,
+                (const float *)x[STEP_KEY_WEIGHT] + head * d * columns, bias ? bias + head * f : NULL,
+                norm ? norm[head] : 0, space);
+        float faded = x[STEP_DECAY] ? ((const float *)x[STEP_DECAY])[head] * gone->age : 0;
+        for (int64_t j = 0; j < f; j++) out[j] += faded;
     }
     for (int64_t g = 0; g < n->groups; g++) {
-        const float *row = x[STEP_FAR_QUERY]
-                               ? (const float *)x[STEP_FAR_QUERY] + (head * n->groups + g) * d
-                               : row_as_floats(x[STEP_QUERY], head * n->groups + g, d, n->query_bytes, row_space);
         const float *weight = (const float *)x[STEP_QUERY_WEIGHT] + (head * n->groups + g) * d * columns;
-        map_row(n, out + (1 + g) * f, row, root, weight, NULL, 0, space);
+        map_row(n, out + (1 + g) * f, turned_row(n, queries + g * d, first, turn, turned_space), root, weight, NULL, 0,
+                space);
     }
 }
 
@@ -299,20 +367,31 @@ static void add_weighted_values(const step_sizes *n, float *out, const char *val
                      width);
 }
 
-/* `logits [groups, window + sinks]` is working space. */
-static void attend_near(const step_sizes *n, char **x, int64_t head, float *logits) {
-    char **new = x + STEP_NEW;
-    int64_t window = n->window, count = window + n->sinks, width = n->width, seen = *(const int64_t *)new[6];
-    float total, scaling = n->scaling, space[n->key_dim], query_space[n->key_dim];
+/* Exact keys, behind window and sinks, are compared at most at the trained length, like sinks: then with the queries
+   `moved` there, and keys moved to position 0. `logits [groups, window + sinks + exact]` is working space. */
+static void attend_near(const step_sizes *n, char **x, int64_t head, const float *queries, const float *moved,
+                        float *logits) {
+    char **new = x + STEP_NEW, **kept = x + STEP_NEW_KEPT;
+    int64_t window = n->window, near = window + n->sinks, count = near + n->exact, width = n->width, d = n->key_dim;
+    int64_t seen = *(const int64_t *)new[6], first = head * n->exact;
+    int64_t farthest = moved == queries ? INT64_MIN : *(const int32_t *)x[STEP_POSITION] - n->trained_length;
+    const int32_t *age = (const int32_t *)kept[STEP_KEPT_AGE - STEP_KEPT_KEY];
+    const int32_t *position = (const int32_t *)kept[STEP_KEPT_POSITION - STEP_KEPT_KEY];
+    float total, scaling = n->scaling, space[d], turned_space[d], turn[2 * n->pairs + 1];
     for (int64_t j = 0; j < count; j++) {
-        int is_sink = j >= window, is_seen = is_sink ? j - window < seen : new[3][j] == FAR_LATER;
-        const float *key = is_sink
-                               ? row_as_floats(new[4], head * n->sinks + j - window, n->key_dim, n->key_bytes, space)
-                               : row_as_floats(new[1], head * window + j, n->key_dim, n->key_bytes, space);
-        const char *queries = is_sink && x[STEP_SINK_QUERY] ? x[STEP_SINK_QUERY] : x[STEP_QUERY];
+        int is_sink = j >= window && j < near;
+        int is_seen = is_sink ? j - window < seen : j < window ? new[3][j] == FAR_LATER : age[first + j - near] != 0;
+        int is_distant = is_seen && j >= near && position && position[first + j - near] <= farthest;
+        const char *keys = j < window ? new[1] : is_sink ? new[4] : kept[0];
+        int64_t row = j < window ? head * window + j : is_sink ? head * n->sinks + j - window : first + j - near;
+        const float *key = row_as_floats(keys, row, d, n->key_bytes, space);
+        if (is_distant) {
+            make_turn(turn, (const float *)x[STEP_FREQUENCIES], n->pairs, 0, -(int64_t)position[first + j - near]);
+            key = turned_row(n, key, 0, turn, turned_space);
+        }
         for (int64_t g = 0; g < n->groups; g++) {
-            const float *query = row_as_floats(queries, head * n->groups + g, n->key_dim, n->query_bytes, query_space);
-            logits[g * count + j] = is_seen ? scaling * dot(query, key, n->key_dim) : EMPTY;
+            const float *query = (is_sink || is_distant ? moved : queries) + g * d;
+            logits[g * count + j] = is_seen ? scaling * dot(query, key, d) : EMPTY;
         }
     }
     for (int64_t g = 0; g < n->groups; g++) {
@@ -321,6 +400,7 @@ static void attend_near(const step_sizes *n, char **x, int64_t head, float *logi
         memset(out, 0, 4 * width);
         add_weighted_values(n, out, new[2], head * window, logits + g * count, window);
         add_weighted_values(n, out, new[5], head * n->sinks, logits + g * count + window, n->sinks);
+        add_weighted_values(n, out, kept[1], first, logits + g * count + near, n->exact);
         for (int64_t i = 0; i < width; i++) out[i] *= total ? 1 / total : 0;
         ((float *)x[STEP_NEAR_SIZE])[row] = total ? largest + __builtin_logf(total) : EMPTY;
         ((float *)x[STEP_LARGEST])[row] = largest;
@@ -343,23 +423,44 @@ static void join_far_part(const step_sizes *n, char **x, int64_t head) {
 
 static void step_hybrid(const step_sizes *n, char **x, float *exponents) {
     char **new = x + STEP_NEW;
-    float *far_space = exponents + (1 + n->groups) * n->features, *logits = far_space + 4 * n->features;
+    float *far_space = exponents + (1 + n->groups) * n->features, *queries = far_space + 4 * n->features;
+    float *moved_space = queries + n->groups * n->key_dim, *logits = moved_space + n->groups * n->key_dim;
     int64_t window = n->window, sinks = n->sinks, key = n->key_dim * n->key_bytes, value = n->width * n->value_bytes;
-    int64_t seen = *(const int64_t *)x[STEP_SEEN];
-    int is_far = *x[STEP_KIND] == FAR_LATER, is_sink = seen < sinks;
+    int64_t seen = *(const int64_t *)x[STEP_SEEN], now = (int64_t)((uint64_t)seen + 1); /* any number of a file */
+    int64_t position = x[STEP_POSITION] ? *(const int32_t *)x[STEP_POSITION] : 0, last = n->trained_length - 1;
+    int is_far = *x[STEP_KIND] == FAR_LATER, is_sink = seen < sinks,
+        is_beyond = n->pairs && n->trained_length && position > last;
     const char kind = is_sink ? SINK : FAR_LATER;
-    shift_rows(new[3], x[STEP_KIND], &kind, window, 1);
-    *(int64_t *)new[6] = (int64_t)((uint64_t)seen + 1); /* any number may come from a file */
-    if (new[7]) shift_rows(new[7], x[STEP_WINDOW_POSITION], x[STEP_POSITION], window, 4);
+    float to_map[2 * n->pairs + 1], to_last[2 * n->pairs + 1];
+    int32_t oldest = new[7] ? *(const int32_t *)x[STEP_WINDOW_POSITION] : 0;
+    shift_rows(new[3], x[STEP_KIND], &kind, window, 0, 1);
+    *(int64_t *)new[6] = now;
+    if (new[7]) shift_rows(new[7], x[STEP_WINDOW_POSITION], x[STEP_POSITION], window, 0, 4);
+    make_turn(to_map, (const float *)x[STEP_FREQUENCIES], n->pairs, n->first_turned, -position);
+    if (is_beyond) make_turn(to_last, (const float *)x[STEP_FREQUENCIES], n->pairs, 0, last - position);
     for (int64_t head = 0; head < n->heads; head++) {
         const char *new_key = x[STEP_KEY] + head * key, *new_value = x[STEP_VALUE] + head * value;
-        float space[n->width];
-        /* Before the window moves: it may move in place. */
-        map_rows(n, x, head, is_far, exponents, far_space);
-        update_far(n, x, head, row_as_floats(x[STEP_WINDOW_VALUE], head * window, n->width, n->value_bytes, space),
-                   is_far, exponents, exponents + n->features, far_space);
-        shift_rows(new[1] + head *window *key, x[STEP_WINDOW_KEY] + head * window * key, new_key, window, key);
-        shift_rows(new[2] + head *window *value, x[STEP_WINDOW_VALUE] + head * window * value, new_value, window,
+        float space[n->width], *moved = is_beyond ? moved_space : queries;
+        for (int64_t g = 0; g < n->groups; g++) {
+            float *query = queries + g * n->key_dim;
+            const float *row = row_as_floats(x[STEP_QUERY], head * n->groups + g, n->key_dim, n->query_bytes, query);
+            if (row != query) memcpy(query, row, 4 * n->key_dim);
+            if (is_beyond) turned_row(n, query, 0, to_last, moved + g * n->key_dim);
+        }
+        /* Before anything moves: it may move in place. */
+        leaving gone = leaving_key(n, x, head, oldest, is_far);
+        map_rows(n, x, head, &gone, queries, to_map, exponents, far_space);
+        update_far(n, x, head, row_as_floats(gone.value, 0, n->width, n->value_bytes, space), gone.is_far, exponents,
+                   exponents + n->features, far_space);
+        if (n->exact) {
+            volatile float recent = ((const float *)x[STEP_SLOPE])[head] * (float)now; /* rounded, as in torch */
+            float score = ((const float *)x[STEP_SCORE])[head] + recent;
+            char *scores = new[STEP_WINDOW_SCORE - STEP_SUMS] + 4 * head *window;
+            keep_key(n, x, head, &gone, oldest, is_far);
+            shift_rows(scores, x[STEP_WINDOW_SCORE] + 4 * head * window, (char *)&score, window, 0, 4);
+        }
+        shift_rows(new[1] + head *window *key, x[STEP_WINDOW_KEY] + head * window * key, new_key, window, 0, key);
+        shift_rows(new[2] + head *window *value, x[STEP_WINDOW_VALUE] + head * window * value, new_value, window, 0,
                    value);
         copy_rows(new[4] + head *sinks *key, x[STEP_SINK_KEY] + head * sinks * key, sinks * key);
         copy_rows(new[5] + head *sinks *value, x[STEP_SINK_VALUE] + head * sinks * value, sinks * value);
@@ -367,12 +468,13 @@ static void step_hybrid(const step_sizes *n, char **x, float *exponents) {
             memcpy(new[4] + (head * sinks + seen) * key, new_key, key);
             memcpy(new[5] + (head * sinks + seen) * value, new_value, value);
         }
-        attend_near(n, x, head, logits);
+        attend_near(n, x, head, queries, moved, logits);
         if (x[STEP_LOG_SCALE]) join_far_part(n, x, head);
     }
 }
 
 int hybrid_step(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows) {
-    int64_t floats = (5 + n->groups) * n->features + n->groups * (n->window + n->sinks);
+    int64_t near = n->window + n->sinks + n->exact;
+    int64_t floats = (5 + n->groups) * n->features + n->groups * (2 * n->key_dim + near);
     return step_sequences(n, x, strides, rows, floats, step_hybrid);
 }

@@ -45,19 +45,19 @@ BACKENDS = ("auto", "torch")
 INSTRUCTION_SETS = ("base", "avx2", "avx512")
 SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 # The interface of csrc/linear_attention.h: its version, the bytes of its structs, and the lengths of its lists.
-ABI = (5, 48, 120, 112, 32, 23, 5, 36, 16)
+ABI = (6, 48, 120, 152, 33, 23, 5, 24, 48, 16)
 INSTALL = "install the package from its source, with `pip install .`, on a machine with a C compiler (gcc or clang)"
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-READABLE_DTYPES = (*NATIVE_DTYPES, torch.bool)
+READABLE_DTYPES = (*NATIVE_DTYPES, torch.bool, torch.int32)
 # The kernels keep some rows on the stack, which has 8 MB or less per thread; torch computes wider rows.
 MOST_COLUMNS = 1 << 16
 # The shortest part of a sequence, in tokens; threads cost more than they save on shorter ones.
 SHORTEST_PART = 4096
 # Indices into the tensor lists of csrc/linear_attention.h.
 QUERY, KEY, VALUE, MASK, DECAY = range(5)
-QUERY_MAP, STATE, QUERY_TURN, KEY_TURN, OUTPUT, DENOMINATOR, SCALE, NEW_STATE = 8, *range(11, 18)
-GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_STATE, GRAD_QUERY = range(18, 22)
-GRAD_KEY, GRAD_VALUE, GRAD_DECAY, GRAD_KEY_MAP, GRAD_QUERY_MAP, GRAD_FIRST_STATE = 22, 23, 24, 25, 28, 31
+QUERY_MAP, STATE, QUERY_TURN, KEY_TURN, KEY_AGE, OUTPUT, DENOMINATOR, SCALE, NEW_STATE = 8, *range(11, 19)
+GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_STATE, GRAD_QUERY = range(19, 23)
+GRAD_KEY, GRAD_VALUE, GRAD_DECAY, GRAD_KEY_MAP, GRAD_QUERY_MAP, GRAD_FIRST_STATE = 23, 24, 25, 26, 29, 32
 # The tensors that are per query head, and the gradients to which every query head of a group adds.
 OF_QUERIES = (
     *(QUERY, OUTPUT, DENOMINATOR, GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_QUERY),
@@ -65,7 +65,7 @@ OF_QUERIES = (
 )
 SHARED = (GRAD_KEY, GRAD_VALUE, GRAD_DECAY, *range(GRAD_KEY_MAP, GRAD_QUERY_MAP), GRAD_FIRST_STATE)
 # The sizes of a step, and a number for every tensor of its list.
-STEP_SIZES, STEP_NUMBERS = struct.Struct("=13qd"), struct.Struct("=36q")
+STEP_SIZES, STEP_NUMBERS = struct.Struct("=18qd"), struct.Struct("=48q")
 # The columns that rotary tables turn, in a call without tables; see `run_attention`.
 NOT_TURNED = (0, 0, 0, 0)
 # In bytes: glibc requests allocations of this size from the system at every call.
@@ -275,7 +275,7 @@ def _part(tensors: Sequence[Any], queries: slice, keys: slice, state: torch.Tens
     part = list(tensors)
     for places, tokens in (
         ((QUERY, QUERY_TURN, OUTPUT, DENOMINATOR, SCALE), queries),
-        ((KEY, KEY_TURN, VALUE, MASK), keys),
+        ((KEY, KEY_TURN, KEY_AGE, VALUE, MASK), keys),
     ):
         for place in places:
             part[place] = None if part[place] is None else part[place][:, :, :, tokens]
@@ -286,7 +286,7 @@ def _part(tensors: Sequence[Any], queries: slice, keys: slice, state: torch.Tens
 def run_attention(
     name: str, function: Sequence[int], *calls: Sequence[torch.Tensor | None], turned: Sequence[int] = NOT_TURNED
 ) -> None:
-    """Call `attention_forward`, `window_forward`, `slots_forward`, `delta_forward` or a `_backward` of these.
+    """Call `attention_forward`, `window_forward`, `slots_forward`, `exact_keys_forward`, `delta_forward` or a backward.
 
     All `calls`, and the heads of each, run at once in several threads. `function` holds the number of features, the
     feature map and whether attention is causal (for a window: its keys per query, sinks, True; for the delta rule: the
@@ -367,16 +367,16 @@ def run_short_step(name: str, shape: Sequence[int], tensors: Sequence[Any], deca
     """
     query, key, value, decay, beta, output, size, old, new = (0 if x is None else x.data_ptr() for x in tensors)
     tokens = (query, key, value, 0, 0, 0, 0, 0, 0, 0, 0, decay, 0, 0, beta, 0, 0, 0, output, size)
-    addresses = (*tokens, old, 0, 0, 0, 0, 0, 0, 0, new, 0, 0, 0, 0, 0, 0, 0)
+    addresses = (*tokens, old, *[0] * 13, new, *[0] * 13)
     strides = _short_strides(*shape[2:4], *shape[7:9], decays, tensors[7].stride(0), tensors[8].stride(0))
-    run_step(name, shape, addresses, strides, None if rows is None else rows.contiguous())
+    run_step(name, (*shape, *[0] * 5), addresses, strides, None if rows is None else rows.contiguous())
 
 
 @functools.lru_cache
 def _short_strides(kv_heads: int, groups: int, features: int, width: int, decays: int, old: int, new: int) -> bytes:
     heads = kv_heads * groups
     tokens = (heads * features, kv_heads * features, kv_heads * width, *[0] * 8, kv_heads * decays, 0, 0, kv_heads)
-    numbers = (*tokens, 0, 0, 0, heads * width, heads, old, *[0] * 7, new, *[0] * 7)
+    numbers = (*tokens, 0, 0, 0, heads * width, heads, old, *[0] * 13, new, *[0] * 13)
     return STEP_NUMBERS.pack(*(4 * number for number in numbers))
 
 
@@ -413,7 +413,7 @@ def _described(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array:
         if tensor.dtype not in READABLE_DTYPES or tensor.device.type != "cpu" or tensor.ndim != 5:
             raise TypeError(
                 f"Tensor {place} of a C kernel is {tensor.dtype} on {tensor.device} with {tensor.ndim} axes; C reads "
-                "float32, bfloat16 and bool in memory, with five axes."
+                "float32, bfloat16, int32 and bool in memory, with five axes."
             )
         size, (batch, head, group, row, _) = tensor.element_size(), tensor.stride()
         numbers += (tensor.data_ptr(), size * batch, size * head, size * group, size * row, size)

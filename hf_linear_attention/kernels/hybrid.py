@@ -15,6 +15,7 @@ head dimension of the values, s sinks, w tokens of a window, R pairs of columns 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from ..features.maps import half_squared_norm
 from ..mechanisms.base import MechanismInputs, State
-from ..mechanisms.hybrid import HybridAttention
+from ..mechanisms.hybrid import SLOPE_TOKENS, HybridAttention
 from ..mechanisms.window import Line, WindowState
 from ..torch_kernels.attention import in_torch
 from ..torch_kernels.blocks import (
@@ -38,7 +39,8 @@ from ..torch_kernels.blocks import (
     with_dtype,
 )
 from ..torch_kernels.causal import gradients_with_graph
-from ..torch_kernels.window import join, log_size, plain_window
+from ..torch_kernels.exact_keys import Kept
+from ..torch_kernels.window import Part, join, log_size, plain_window
 from .checks import (
     check_attention,
     check_blocks,
@@ -82,12 +84,21 @@ WINDOW = (
 )
 
 STEP = (
-    "Tensor query, Tensor key, Tensor value, Tensor? sink_query, Tensor? position, Tensor? far_query, Tensor? far_key, "
+    "Tensor query, Tensor key, Tensor value, Tensor? score, Tensor? slope, Tensor? position, "
     "Tensor key_weight, Tensor? key_bias, Tensor? key_norm, Tensor query_weight, Tensor? log_decay, {} state, "
-    "Tensor? log_scale, Tensor? norm_weight, int function, float scaling"
+    "Tensor? log_scale, Tensor? norm_weight, float[] frequencies, int first_turned, "
+    "bool is_interleaved, "
+    "int trained_length, int function, float scaling"
 )
 # The place of the state among these arguments.
-STEP_STATE = 12
+STEP_STATE = 11
+# The tensors of a state in the order of C, by how many there are: with positions, exact keys, both or neither.
+PLACES: dict[int, tuple[int | None, ...]] = {
+    7: (*range(7), *[None] * 7),
+    8: (*range(8), *[None] * 6),
+    12: (0, *range(5, 11), None, 11, *range(1, 5), None),
+    14: (0, *range(6, 14), *range(1, 6)),
+}
 
 
 def window(
@@ -120,21 +131,21 @@ def window(
 
 def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State] | None:
     """One token of `hybrid` where a graph or C takes these tensors, without gradients."""
-    query, key, value, _, scaling, _, positions, *_ = inputs
+    query, key, value, _, scaling, _, positions, gates, *_ = inputs
     if not takes_step(query, key, value, old.key, old.value, in_graphs=True):
         return None
     state = old.stored
     # Under autocast, rotary positions make queries and keys float32, whereas values remain bfloat16.
     key, value = with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)
-    far_rows: Any = (None, None)
-    if mechanism.shift is not None:
-        far_rows = mechanism.far_rows(query, old if inputs.rows is None else oldest(old, inputs.rows), positions)
     joint, kernel_map = mechanism.mix.kernel_parameters(), mechanism.feature_map.unscaled_map()
     log_decay = None if mechanism.decay is None else mechanism.decay()
+    scores: Any = (None, None)
+    if mechanism.score_slope is not None and gates is not None:
+        scores = with_dtype(gates, torch.float32), with_dtype(mechanism.score_slope, torch.float32) / SLOPE_TOKENS
+    turns = _turns_of(mechanism)
     given = (
-        *(query, key, value, mechanism.sink_query(inputs), None if mechanism.shift is None else positions),
-        *(*far_rows, *kernel_map.key, kernel_map.query.weight, log_decay, list(state)),
-        *(*(joint or (None, None)), kernel_map.function, scaling),
+        *(query, key, value, *scores, positions if turns[0] else None, *kernel_map.key, kernel_map.query.weight),
+        *(log_decay, list(state), *(joint or (None, None)), *turns, kernel_map.function, scaling),
     )
     if inputs.in_place:
         parts = without_dispatcher(OPERATORS.hybrid_step_, _hybrid_step_)(*given, inputs.rows)
@@ -151,10 +162,12 @@ def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: Window
     return with_dtype(near.view(batch, 1, heads, width), query.dtype), state
 
 
-def oldest(old: WindowState, rows: Tensor) -> WindowState:
-    """The key, and its position, that leaves each window of the blocks `rows`."""
-    position: Any = old.position
-    return old._replace(key=old.key[:, :, :1].index_select(0, rows), position=position[:, :1].index_select(0, rows))
+def _turns_of(mechanism: HybridAttention) -> tuple[Sequence[float], int, bool, int]:
+    """The rotary frequencies, how many of them the map sees, whether pairs are interleaved, and the trained length."""
+    rotary = mechanism.shape.rotary if mechanism.needs_positions else None
+    frequencies = () if rotary is None else rotary.inverse_frequencies
+    first = len(frequencies) if mechanism.shift is None else min(mechanism.shift.first, len(frequencies))
+    return frequencies, first, rotary is not None and rotary.is_interleaved, mechanism.trained_length or 0
 
 
 def _window(
@@ -276,13 +289,13 @@ def _window_arguments(
 
 
 def _hybrid_step(*given: Any) -> list[Tensor]:
-    """One new real token of `hybrid`; the oldest token of the window moves to the far sums.
+    """One new real token of `hybrid`; the oldest token of the window moves to the exact keys or to the far sums.
 
-    Sinks are compared with `sink_query [B, H, 1, D]`, and the feature map sees `far_query [B, H, 1, D]` and `far_key
-    [B, Hkv, 1, D]` (float32); where these are None, the query itself and the key that leaves the window. The map
-    consists of `function` (`EXP` or `HEDGEHOG`) and the tensors of `KernelMap`, one matrix per head, for inputs scaled
-    by sqrt(scaling). If `position [B, 1]` (int32, of the token) is given, the state has an eighth tensor, the positions
-    `[B, w]` of the window.
+    The state is that of the mechanism. With exact keys the score of token n (counted from 1) is `score [B, 1, Hkv]` +
+    n `slope [Hkv]`. Per position (`position [B, 1]`, int32, of the token), rotary embedding has turned the pairs of
+    columns by `frequencies`; the feature map does not see the turns from `first_turned` on. From `trained_length` on
+    (0: never), sinks and exact keys are compared as far away as at most there. The map consists of `function` (`EXP` or
+    `HEDGEHOG`) and the tensors of `KernelMap`, one matrix per head, for inputs scaled by sqrt(scaling).
 
     Returns:
         The tensors of the new state, then one float32 tensor `[B H (2 W + 3)]`, which `step_parts` splits.
@@ -304,43 +317,43 @@ def _hybrid_step_(*arguments: Any) -> Tensor:
 
 def _run_hybrid_step(given: Sequence[Any], new_state: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
     """Write the new state, and return the parts of the output."""
-    state, log_scale, norm_weight, function, scaling = given[STEP_STATE:]
-    query, key, value, sink_query = given[:4]
-    refuse_without_library(query, key, value, sink_query)
-    (batch, heads), kv_heads, width = query.shape[:2], key.shape[1], value.shape[3]
-    if sink_query is not None:
-        sink_query = sink_query.to(query.dtype)
+    state, log_scale, norm_weight, frequencies, *turns, function, scaling = given[STEP_STATE:]
+    query, key, value = given[:3]
+    refuse_without_library(query, key, value)
+    (batch, heads), kv_heads, width, places = query.shape[:2], key.shape[1], value.shape[3], PLACES[len(state)]
+    window, sinks = (state[cast(int, places[number])] for number in (1, 4))
     shape = (
-        *(batch, state[0].shape[0], kv_heads, heads // kv_heads, state[1].shape[2], state[4].shape[2]),
+        *(batch, state[0].shape[0], kv_heads, heads // kv_heads, window.shape[2], sinks.shape[2]),
         *(key.shape[3], state[0].shape[2], width, function),
         *(query.element_size(), key.element_size(), value.element_size()),
+        *(0 if given[3] is None else state[1].shape[2], len(frequencies), *turns),
     )
-    numbers = (query, key, value, sink_query, *given[4:STEP_STATE], log_scale, norm_weight)
+    numbers = (*given[:STEP_STATE], log_scale, norm_weight)
     dense = [x if x is None or x.is_contiguous() else x.contiguous() for x in numbers]
-    parts, size = _fake_hybrid_step_(*given), 4 * batch * heads
-    offsets = (0, width, width + 1, width + 2, 2 * width + 2)
-    addresses = [0 if x is None else x.data_ptr() for x in (*dense, None)]  # no beta
-    addresses += [parts.data_ptr() + size * columns for columns in offsets]
-    positions = [0] * (8 - len(state))
+    tokens = [0 if x is None else x.data_ptr() for x in dense]
+    parts, size, angles = _fake_hybrid_step_(*given), 4 * batch * heads, _floats(tuple(frequencies))
+    results = [parts.data_ptr() + size * columns for columns in (0, width, width + 1, width + 2, 2 * width + 2)]
+    addresses = [*tokens[:6], ctypes.addressof(angles), *tokens[6:], 0, *results]  # no beta
     for tensors in (state, new_state):
-        addresses += [*(x.data_ptr() for x in tensors), *positions]
-    is_dense = all(x.is_contiguous() for x in state)
-    blocks = None if is_dense else (*(x.stride(0) * x.element_size() for x in state), *positions)
-    run_step("hybrid_step", shape, addresses, _strides(shape[2:], blocks), rows, scaling)
+        addresses += [0 if place is None else tensors[place].data_ptr() for place in places]
+    strides = tuple(0 if place is None else state[place].stride(0) * state[place].element_size() for place in places)
+    run_step("hybrid_step", shape, addresses, _strides(shape[2:13], strides), rows, scaling)
     return parts
 
 
 @functools.lru_cache
-def _strides(shape: tuple[int, ...], blocks: tuple[int, ...] | None) -> bytes:
-    """The strides of `hybrid_step` in bytes, of dense tensors or with these of its state."""
-    kv_heads, groups, window, sinks, dim, features, width, _, query_bytes, key_bytes, value_bytes = shape
+def _floats(numbers: tuple[float, ...]) -> Any:
+    return (ctypes.c_float * len(numbers))(*numbers)
+
+
+@functools.lru_cache
+def _strides(shape: tuple[int, ...], states: tuple[int, ...]) -> bytes:
+    """The strides of `hybrid_step` in bytes, with those of its state."""
+    kv_heads, groups, _, _, dim, _, width, _, query_bytes, key_bytes, value_bytes = shape
     heads = kv_heads * groups
     query, key, value = query_bytes * heads * dim, key_bytes * kv_heads * dim, value_bytes * kv_heads * width
-    dense = (4 * kv_heads * features * (width + 2), key * window, value * window, window, key * sinks, value * sinks, 8)
-    states = blocks or (*dense, 4 * window)
-    tokens = (query, key, value, query, 4, 4 * heads * dim, 4 * kv_heads * dim)
     results = (4 * heads * width, 4 * heads, 4 * heads, 4 * heads * width, 4 * heads)
-    return STEP_NUMBERS.pack(*tokens, *[0] * 8, *results, *states, *states)
+    return STEP_NUMBERS.pack(query, key, value, 4 * kv_heads, 0, 4, *[0] * 9, *results, *states, *states)
 
 
 def step_parts(parts: Tensor, query: Tensor, key: Tensor, width: int) -> list[Tensor]:
@@ -398,35 +411,28 @@ def check_window(
 
 
 def check_hybrid_step(
-    query: Tensor, key: Tensor, value: Tensor, sink_query: Tensor | None, position: Tensor | None,
-    far_query: Tensor | None, far_key: Tensor | None, key_weight: Tensor, key_bias: Tensor | None,
-    key_norm: Tensor | None, query_weight: Tensor, log_decay: Tensor | None, state: Sequence[Tensor],
-    log_scale: Tensor | None, norm_weight: Tensor | None, function: int, scaling: float, rows: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, score: Tensor | None, slope: Tensor | None, position: Tensor | None,
+    key_weight: Tensor, key_bias: Tensor | None, key_norm: Tensor | None, query_weight: Tensor,
+    log_decay: Tensor | None, state: Sequence[Tensor], log_scale: Tensor | None, norm_weight: Tensor | None,
+    frequencies: Sequence[float], first_turned: int, is_interleaved: bool, trained_length: int, function: int,
+    scaling: float, rows: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Check the arguments of the operator `hybrid_step_`, with the state in the order of `HybridState`.
+    """Check the arguments of the operator `hybrid_step_`.
 
     Raises:
         ValueError: for the first invalid argument.
     """
     if not query.ndim == key.ndim == value.ndim == 4 or query.shape[1] % (key.shape[1] or 1) or not key.shape[1]:
         check_heads(query, key, value)
-    (batch, heads), kv_heads = query.shape[:2], key.shape[1]
-    if len(state) != (7 if position is None else 8):
-        raise ValueError(f"Got a state of {len(state)} tensors; a state of `hybrid` has 7, or 8 with positions.")
-    sums, window_key, window_value, kind, sink_key, sink_value, num_seen = state[:7]
-    blocks = check_rows(rows, sums, query)
-    dim, width, device = key.shape[3], value.shape[3], query.device
-    places = window_key.shape[2] if window_key.ndim == 4 else 0
-    sinks = sink_key.shape[2] if sink_key.ndim == 4 else 0
-    columns = key_weight.shape[-1] if key_weight.ndim else 0
-    features = columns * (1 + (function == HEDGEHOG))
+    (batch, heads), kv_heads, device = query.shape[:2], key.shape[1], query.device
+    dim, columns = key.shape[3], key_weight.shape[-1] if key_weight.ndim else 0
     expected = (
         ("query", query, (batch, heads, 1, dim), None),
         ("key", key, (batch, kv_heads, 1, dim), None),
-        ("value", value, (batch, kv_heads, 1, width), None),
-        ("sink_query", sink_query, (batch, heads, 1, dim), None),
-        ("far_query", far_query, (batch, heads, 1, dim), torch.float32),
-        ("far_key", far_key, (batch, kv_heads, 1, dim), torch.float32),
+        ("value", value, (batch, kv_heads, 1, value.shape[3]), None),
+        ("score", score, (batch, 1, kv_heads), torch.float32),
+        ("slope", slope, (kv_heads,), torch.float32),
+        ("position", position, (batch, 1), torch.int32),
         ("key_weight", key_weight, (kv_heads, dim, columns), torch.float32),
         ("key_bias", key_bias, (kv_heads, 1, columns), torch.float32),
         ("key_norm", key_norm, (kv_heads, 1, 1), torch.float32),
@@ -434,15 +440,7 @@ def check_hybrid_step(
         ("log_decay", log_decay, (kv_heads,), torch.float32),
         ("log_scale", log_scale, (heads,), torch.float32),
         ("norm_weight", norm_weight, (heads,), torch.float32),
-        ("state", sums, (blocks, kv_heads, features, width + 2), torch.float32),
-        ("state", window_key, (blocks, kv_heads, places, dim), key.dtype),
-        ("state", window_value, (blocks, kv_heads, places, width), value.dtype),
-        ("state", kind, (blocks, places), torch.int8),
-        ("state", sink_key, (blocks, kv_heads, sinks, dim), key.dtype),
-        ("state", sink_value, (blocks, kv_heads, sinks, width), value.dtype),
-        ("state", num_seen, (blocks, 1), torch.int64),
-        ("position", position, (batch, 1), torch.int32),
-        ("state", None if position is None else state[7], (blocks, places), torch.int32),
+        *_expected_state(key, value, state, columns * (1 + (function == HEDGEHOG)), query, rows),
     )
     for name, tensor, shape, dtype in expected:
         if tensor is None:
@@ -451,12 +449,77 @@ def check_hybrid_step(
             check_shape(name, tensor, shape, like=query)
         if dtype is not None and tensor.dtype != dtype:
             raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
-    if (log_scale is None) != (norm_weight is None):
-        raise ValueError("`log_scale` and `norm_weight` belong together; pass both or neither.")
+    has_scores = score is not None
+    if (log_scale is None) != (norm_weight is None) or (slope is not None) != has_scores:
+        raise ValueError("`log_scale` and `norm_weight`, `score` and `slope` belong together; pass both or neither.")
     if function not in (EXP, HEDGEHOG) or (function == HEDGEHOG and not (key_bias is None and key_norm is None)):
         raise ValueError(f"Got `function` = {function}; it must be 2 (exp), or 3 (Hedgehog) without bias and norm.")
-    if not places or not dim or not columns:
-        raise ValueError(f"Got a window of {places}, keys of {dim} and weights of {columns} columns; none may be 0.")
+    if not dim or not columns:
+        raise ValueError(f"Got keys of {dim} and weights of {columns} columns; none may be 0.")
+    _check_turns(dim, has_scores, position is not None, len(state), len(frequencies), first_turned, trained_length)
+
+
+def _check_turns(
+    dim: int, has_scores: bool, has_position: bool, tensors: int, pairs: int, first: int, trained_length: int
+) -> None:
+    """Check that a state of so many tensors has the positions with which keys are turned back.
+
+    Raises:
+        ValueError: if it has not, or there are more frequencies than pairs of columns.
+    """
+    turns_keys = first < pairs or (pairs and trained_length and has_scores)
+    if (
+        tensors not in ((12, 14) if has_scores else (7, 8))
+        or not (has_position or (not pairs and tensors in (7, 12)))
+        or (turns_keys and tensors in (7, 12))
+        or not 0 <= first <= pairs <= dim // 2
+        or trained_length < 0
+    ):
+        raise ValueError(
+            f"Got a state of {tensors} tensors {'with' if has_scores else 'without'} scores, "
+            f"{'a' if has_position else 'no'} position, {pairs} frequencies for {dim} columns, of which the map sees "
+            f"{first}, and a trained length of {trained_length}. A state has 7 tensors, and 5 more with scores; where "
+            "keys are turned back, which needs a position, it has the position of each key too. There is one frequency "
+            "for a pair of columns at most."
+        )
+
+
+def _expected_state(
+    key: Tensor, value: Tensor, state: Sequence[Tensor], features: int, query: Tensor, rows: Tensor | None
+) -> list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor of a state.
+
+    Raises:
+        ValueError: if there is no such number of tensors, or a window or exact keys of 0 places.
+    """
+    if len(state) not in PLACES:
+        raise ValueError(f"Got a state of {len(state)} tensors; a state of `hybrid` has 7, 8, 12 or 14.")
+    tensors = [None if place is None else state[place] for place in PLACES[len(state)]]
+    window, sinks, kept = (
+        x.shape[2] if x is not None and x.ndim == 4 else 0 for x in (tensors[1], tensors[4], tensors[9])
+    )
+    if not window or (tensors[9] is not None and not kept):
+        raise ValueError(f"Got a state with a window of {window} and {kept} exact keys; none may be 0.")
+    blocks, dim, width = check_rows(rows, state[0], query), key.shape[3], value.shape[3]
+    heads = blocks, key.shape[1]
+    number, place = torch.float32, torch.int32
+    shapes = (
+        ((*heads, features, width + 2), number),
+        ((*heads, window, dim), key.dtype),
+        ((*heads, window, width), value.dtype),
+        ((blocks, window), torch.int8),
+        ((*heads, sinks, dim), key.dtype),
+        ((*heads, sinks, width), value.dtype),
+        ((blocks, 1), torch.int64),
+        ((blocks, window), place),
+        ((*heads, window, 1), number),
+        ((*heads, kept, dim), key.dtype),
+        ((*heads, kept, width), value.dtype),
+        ((*heads, kept, 1), number),
+        ((*heads, kept, 1), place),
+        ((*heads, kept, 1), place),
+    )
+    return [("state", x, shape, dtype) for x, (shape, dtype) in zip(tensors, shapes)]
 
 
 # Pairs of columns: the first column, the step from pair to pair, and the distance within a pair.
@@ -541,9 +604,11 @@ def hybrid(
     line: Line,
     sinks: tuple[Tensor, ...],
     seen: Tensor,
-    sums: Tensor | None,
-) -> tuple[Tensor, Tensor | None] | None:
+    sums: Any,
+) -> tuple[Tensor, Any] | None:
     """The operator for the keys of `line` (see `WindowAttention._at_once`), at once or in a graph, where C takes them.
+
+    With exact keys, that is without gradients only.
 
     Returns:
         The output `[B, H, N, W]` in the accumulation dtype, and the state after the keys that have left the window.
@@ -555,6 +620,8 @@ def hybrid(
     visible, features = line.kind, mechanism.feature_map.num_features
     if needs_plain(query) or not takes_attention(query, line.key, line.value, visible, features):
         return None
+    if line.score is not None and torch.is_grad_enabled():
+        return None
     constants, kernel_map = mechanism.mix.kernel_parameters(), mechanism.feature_map.kernel_map(scaling)
     if constants is None or kernel_map is None:
         return None
@@ -562,8 +629,12 @@ def hybrid(
     pairs, move = NO_PAIRS, mechanism.move_to_sinks(query, positions)
     if mechanism.shift is not None:
         turn = mechanism.shift.table(-positions)
-        is_same = line.position is inputs.positions
-        turns = turn, turn if is_same else mechanism.shift.table(-cast(Tensor, line.position))
+        key_turn = turn
+        if line.score is not None:  # the kernel turns the keys that are displaced
+            key_turn = None
+        elif line.position is not inputs.positions:
+            key_turn = mechanism.shift.table(-cast(Tensor, line.position))
+        turns = turn, key_turn
         pairs = mechanism.shift.pairs
     to_sinks, sink_pairs = None, NO_PAIRS
     if move is not None and mechanism.to_sinks is not None:
@@ -571,10 +642,15 @@ def hybrid(
     maps: Any = (*cast(Any, kernel_map.key), cast(Any, kernel_map.query).weight)
     log_decay = None if mechanism.decay is None else mechanism.decay()
     how: Any = (kernel_map.function, mechanism.window_size, scaling, pairs, sink_pairs)
-    tensors: Any = (query, line.key, line.value, visible, *sinks, seen, *turns, to_sinks, log_decay, sums)
+    far_sums, kept = (sums, ()) if line.score is None or sums is None else (sums[0], sums[1:])
+    tensors: Any = (query, line.key, line.value, visible, *sinks, seen, *turns, to_sinks, log_decay, far_sums)
     given: list[Any] = [*tensors, *maps, *constants, *how]
-    output, _, _, sums = OPERATORS.joint_attention(*given)
-    return output.transpose(1, 2), sums
+    if line.score is None:
+        output, _, _, sums = OPERATORS.joint_attention(*given)
+        return output.transpose(1, 2), sums
+    of_keys = line.score, positions, line.position, *_turns_of(mechanism), list(kept), mechanism.num_exact_keys
+    output, *new = OPERATORS.exact_attention(*given, *of_keys)
+    return output.transpose(1, 2), tuple(new)
 
 
 def _joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -678,7 +754,123 @@ def _fake_joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, 
     return [or_nothing(x, given.query) for x in (*dense, *others)]
 
 
-def check_joint(given: Given) -> int:
+class Exact(NamedTuple):
+    """The further arguments of the operator with exact keys; see `_hybrid_step` for those of rotary embedding."""
+
+    score: Tensor  # [B, Hkv, L, 1]
+    position: Tensor | None  # [B, N] int32, of queries
+    key_position: Tensor | None  # [B, L] int32
+    frequencies: Sequence[float]
+    first_turned: int
+    is_interleaved: bool
+    trained_length: int
+    kept: Sequence[Tensor]  # the tensors of `Kept`; none without a state
+    number: int  # M
+
+    def run(self, given: Given, *others: Tensor | None) -> None:
+        """Call C: `others` are its tensors from those kept after the last query on."""
+        batch, kv_heads, (first, num_far) = given.key.shape[0], given.key.shape[1], given.ranges
+        far, queries = slice(num_far), slice(first, None)
+        rows = ((given.visible, far), (self.position, queries), (self.key_position, far))
+        mask, *places = (
+            None if x is None else x[:, None, None, part, None].expand(-1, kv_heads, -1, -1, -1) for x, part in rows
+        )
+        scale = self.score.new_full((1,) * 5, given.scaling).expand(batch, kv_heads, -1, -1, -1)
+        angles = self.score.new_tensor(self.frequencies).expand(1, 1, 1, 1, -1)
+        keys = (with_rows(x)[:, :, :num_far].unsqueeze(2) for x in (given.key, given.value, self.score))
+        key, value, score = keys
+        old = (*(x.contiguous().unsqueeze(2) for x in self.kept), *[None] * (5 - len(self.kept)))
+        query = grouped(with_rows(given.query), kv_heads)[:, :, :, first:]
+        pairs = len(self.frequencies)
+        turned = (pairs, self.first_turned, *((2, 1) if self.is_interleaved else (1, pairs)))
+        tensors = (query, key, value, mask, score, *places, angles, scale, *old, *others)
+        run_attention("exact_keys_forward", (self.number, self.trained_length, True), tensors, turned=turned)
+
+
+def _exact(*arguments: Any) -> list[Tensor]:
+    """`_joint` with exact keys, without gradients: the output, the far sums, and the tensors of `Kept`."""
+    given, exact = Given(*arguments[: -len(Exact._fields)]), Exact(*arguments[-len(Exact._fields) :])
+    features = check_exact(given, exact)
+    refuse_without_library(*given[:3], *given[4:6], given.key_weight)
+    output, size, total, state = _new_results(given, features)
+    kept = [
+        x for x in Kept.nothing(given.key, given.value, exact.number, exact.key_position is not None) if x is not None
+    ]
+    (batch, kv_heads), (first, num_far), scale = given.key.shape[:2], given.ranges, torch.empty_like(total)
+    rows = grouped(output.transpose(1, 2), kv_heads)
+    total[:, :, :, :first] = 0
+    state.zero_()
+    state[..., -1] = EMPTY_MAXIMUM
+    if num_far:
+        gone = [
+            in_large_pages(output.new_empty(batch, kv_heads, 1, num_far, n))
+            for n in (given.key.shape[3], given.value.shape[3], 1)
+        ]
+        new = [x.unsqueeze(2) for x in kept] + [None] * (5 - len(kept))
+        exact.run(given, *new, *gone, None, None)
+        real = given.visible[:, :num_far]
+        held = (exact.kept[3][:, 0, :, 0] != 0).sum(dim=1, keepdim=True) if exact.kept else 0
+        is_gone = real & (real.cumsum(dim=1) + held > exact.number)
+        far = _far_arguments(given)
+        far[1], far[2], far[3], far[-1] = (
+            *gone[:2],
+            is_gone[:, None, None, :, None].expand(-1, kv_heads, -1, -1, -1),
+            gone[2],
+        )
+        results = (rows[:, :, :, first:], total[:, :, :, first:], scale[:, :, :, first:], state.unsqueeze(2))
+        attend((features, given.function, True), (*far, *results), _turned(given.query_turn, given.pairs))
+    near = (*_window_arguments(given.scaling, *given[:7], None, given.sink_turn), total, scale, rows, size, None)
+    how = (given.window, given.sink_key.shape[2], True)
+    run_attention("window_forward", how, near, turned=_turned(given.sink_turn, given.sink_pairs))
+    if num_far:
+        exact.run(given, *[None] * 8, rows[:, :, :, first:], size[:, :, :, first:])
+    return [output, state, *kept]
+
+
+def _fake_exact(*arguments: Any) -> list[Tensor]:
+    given, exact = Given(*arguments[: -len(Exact._fields)]), Exact(*arguments[-len(Exact._fields) :])
+    output, _, _, state = _new_results(given, check_exact(given, exact))
+    kept = Kept.nothing(given.key, given.value, exact.number, exact.key_position is not None)
+    return [output, state, *(x for x in kept if x is not None)]
+
+
+def check_exact(given: Given, exact: Exact) -> int:
+    """Check the arguments of the operator with exact keys and return F, the number of features.
+
+    Raises:
+        ValueError: for the first invalid argument.
+    """
+    features = check_joint(given, turns_keys=False)
+    (batch, kv_heads, rows, dim), query, count = given.key.shape, given.query, exact.number
+    heads, kept = (batch, kv_heads, count), exact.kept
+    expected = (
+        ("score", exact.score, (batch, kv_heads, rows, 1), torch.float32),
+        ("position", exact.position, (batch, query.shape[2]), torch.int32),
+        ("key_position", exact.key_position, (batch, rows), torch.int32),
+        *zip(
+            ["kept"] * 5,
+            kept,
+            ((*heads, dim), (*heads, given.value.shape[3]), *[(*heads, 1)] * 3),
+            (given.key.dtype, given.value.dtype, torch.float32, torch.int32, torch.int32),
+        ),
+    )
+    for name, tensor, shape, dtype in expected:
+        check_shape(name, tensor, shape, like=query)
+        if tensor is not None and tensor.dtype != dtype:
+            raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
+    has_positions = exact.key_position is not None
+    if count < 1 or len(kept) != (0 if given.state is None else 4 + has_positions):
+        raise ValueError(
+            f"Got {count} exact keys and {len(kept)} tensors of a state; there must be a key, and with a state 4 "
+            "tensors, or 5 with the positions of keys."
+        )
+    tensors = 14 if has_positions else 12
+    pairs = len(exact.frequencies)
+    _check_turns(dim, True, exact.position is not None, tensors, pairs, exact.first_turned, exact.trained_length)
+    return features
+
+
+def check_joint(given: Given, turns_keys: bool = True) -> int:
     """Check the arguments of the operator and return F, the number of features.
 
     Raises:
@@ -705,7 +897,7 @@ def check_joint(given: Given) -> int:
     _check_turn("query_turn", given.query_turn, length, given.pairs, query)
     _check_turn("key_turn", given.key_turn, rows, given.pairs, query)
     widths = [None if turn is None else turn.shape[-1] for turn in (given.query_turn, given.key_turn)]
-    if widths[0] != widths[1]:
+    if widths[turns_keys] != widths[0]:
         raise ValueError("`query_turn` and `key_turn` must turn the same pairs; pass both or neither.")
     return check_attention(*given.far())
 
@@ -744,15 +936,21 @@ def _differentiate_joint(
     return *grads, *(None for _ in ctx.how)
 
 
-def plain_joint(given: Given) -> tuple[Tensor, Tensor]:
-    """What the operator computes, in plain torch operations: the output `[B, N, H, W]` and the state."""
-    before, window, kv_heads = given.before, given.window, given.key.shape[1]
-    query = accumulated(given.query)
+def plain_near(given: Given) -> Part:
+    """The part of window and sinks, in plain torch operations."""
+    before, window, query = given.before, given.window, accumulated(given.query)
     to_sinks = None if given.sink_turn is None else _turn(query, given.sink_turn, given.sink_pairs)
     near_key, near_value = (F.pad(x, (0, 0, window - 1 - before, 0)) for x in (given.key, given.value))
     visible = F.pad(given.visible, (window - 1 - before, 0))
     sinks = given.sink_key, given.sink_value, given.seen
     output, size, _ = plain_window(query, near_key, near_value, visible, *sinks, to_sinks, given.scaling)
+    return output, size
+
+
+def plain_joint(given: Given) -> tuple[Tensor, Tensor]:
+    """What the operator computes, in plain torch operations: the output `[B, N, H, W]` and the state."""
+    before, window, kv_heads = given.before, given.window, given.key.shape[1]
+    query = accumulated(given.query)
     far_query, far_key = query, accumulated(given.key)
     if given.query_turn is not None and given.key_turn is not None:
         far_query, far_key = (
@@ -769,7 +967,7 @@ def plain_joint(given: Given) -> tuple[Tensor, Tensor]:
     half = query.square().sum(dim=-1, keepdim=True) * (given.scaling / 2)
     log_scale, norm = (x.to(query.dtype)[:, None, None] for x in (given.log_scale, given.norm_weight))
     far_size = log_size(total, scale) + (log_scale - norm * half).unflatten(1, (kv_heads, -1))
-    return join((output, size), (far, far_size))[0].flatten(1, 2).transpose(1, 2), state
+    return join(plain_near(given), (far, far_size))[0].flatten(1, 2).transpose(1, 2), state
 
 
 def _turn(x: Tensor, turn: Tensor, pairs: Pairs) -> Tensor:
@@ -783,16 +981,16 @@ def _turn(x: Tensor, turn: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _far_arguments(given: Given) -> list[Tensor | None]:
-    """The arguments of the C kernel for far keys, up to the tables of angles."""
+    """The arguments of the C kernel for far keys, up to their ages."""
     *tensors, _, _ = given.far()
     norm = given.norm_weight * given.scaling
     constants = given.log_scale[:, None, None], norm[:, None, None]
     found = arguments_of_map(tensors, given.key.shape[1], constants)
     query_turn, key_turn = (_table(x, given.query, given.key.shape[1]) for x in (given.query_turn, given.key_turn))
     first, num_far = given.ranges
-    if query_turn is not None and key_turn is not None:
-        query_turn, key_turn = query_turn[:, :, :, first:], key_turn[:, :, :, :num_far]
-    return [*found[:-2], query_turn, key_turn]
+    query_turn = None if query_turn is None else query_turn[:, :, :, first:]
+    key_turn = None if key_turn is None else key_turn[:, :, :, :num_far]
+    return [*found[:-3], query_turn, key_turn, None]
 
 
 def _table(turn: Tensor | None, query: Tensor, kv_heads: int) -> Tensor | None:
@@ -827,6 +1025,12 @@ OPERATORS_OF_HYBRID = {
         _fake_joint,
         _differentiate_joint,
         saving(TENSORS, outputs=3, constants=[1, 2]),
+    ),
+    "exact_attention": Operator(
+        f"({JOINT}, Tensor score, Tensor? position, Tensor? key_position, float[] frequencies, int first_turned, "
+        "bool is_interleaved, int trained_length, Tensor[] kept, int count) -> Tensor[]",
+        _exact,
+        _fake_exact,
     ),
     "joint_attention_backward": Operator(
         f"(Tensor? grad_output, Tensor? grad_state, {JOINT}, Tensor output, Tensor log_size, Tensor denominator, "

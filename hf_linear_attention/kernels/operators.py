@@ -290,7 +290,7 @@ def _differentiate_attention(
 
 
 def arguments_of_map(given: Tensors, kv_heads: int, constants: Tensors = (None, None)) -> list[Tensor | None]:
-    """The arguments of C up to the tables of angles, with five axes each; `constants` are bias and norm of queries."""
+    """The arguments of C up to the ages of keys, with five axes each; `constants` are bias and norm of queries."""
     query, key, value, mask, log_decay, state, *key_map, query_weight = given
     if query is None or key is None or value is None:
         raise ValueError("Queries, keys and values are required; got None.")
@@ -304,7 +304,7 @@ def arguments_of_map(given: Tensors, kv_heads: int, constants: Tensors = (None, 
         *(_per_head(x, batch, kv_heads, kv_heads) for x in key_map),
         *(_per_head(x, batch, kv_heads, heads) for x in (query_weight, *constants)),
         None if state is None else state.contiguous().unsqueeze(2),
-        *[None] * 2,
+        *[None] * 3,
     ]
 
 

@@ -183,11 +183,13 @@ class HybridAttention(HybridOptions, WindowAttention):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether there are only a window, sinks and far keys, which one kernel computes together."""
-        return self.has_sums and self.alibi is None and self.uses_far and not self.num_exact_keys
+        """Whether there are only a window, sinks, exact and far keys, which one kernel computes together."""
+        return self.has_sums and self.alibi is None and self.uses_far
 
     def _step_in_rows(self, inputs: MechanismInputs, states: State) -> Tensor | None:
-        found = self._step(inputs, self.read(states)) if self.has_sums else None
+        if not self.has_sums or (self.num_exact_keys and inputs.gates is None):
+            return None
+        found = self._step(inputs, self.read(states))
         return None if found is None else found[0]
 
     def _step(self, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State] | None:
@@ -198,9 +200,9 @@ class HybridAttention(HybridOptions, WindowAttention):
         if found is not None or inputs.rows is not None:
             return found
         query = inputs.query
-        if is_eager(query) and query.device.type == "cpu" and bool((old.kind == ORDINARY).all()):
-            return self._step_in_torch(inputs, old)
-        return None
+        if self.num_exact_keys or not is_eager(query) or query.device.type != "cpu":
+            return None
+        return self._step_in_torch(inputs, old) if bool((old.kind == ORDINARY).all()) else None
 
     def far_rows(self, query: Tensor, old: WindowState, positions: Any) -> tuple[Tensor, Tensor]:
         """The query, and the key that leaves the window, as the feature map sees them."""

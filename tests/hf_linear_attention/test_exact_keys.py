@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from matrix import attend, mechanism_of, qkv, sample_inputs, stock_model
+from matrix import attend, hidden_states_of, mechanism_of, move, padding, qkv, sample_inputs, stock_model
 from transformers import BloomConfig, BloomForCausalLM
 
 from hf_linear_attention import convert
+from hf_linear_attention.kernels.cpu import library
+from hf_linear_attention.mechanisms.base import Rotary
 from hf_linear_attention.torch_kernels import exact_keys
+from hf_linear_attention.torch_kernels.implementations import IMPLEMENTATIONS
 
 
 SETTINGS = {"mechanism": "hybrid", "window_size": 4, "num_sinks": 1, "num_exact_keys": 3, "num_features": 8}
@@ -96,3 +99,59 @@ def test_alibi_refuses_it_by_name():
     model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
     with pytest.raises(ValueError, match="with `num_exact_keys` = 3 has no alibi form"):
         convert(model, **SETTINGS)
+
+
+LONG = {"mechanism": "hybrid", "window_size": 5, "num_sinks": 2, "num_exact_keys": 19, "num_features": 8}
+PARTS = ([133], [70, 1, 1, 61], [20, 53, 1, 59])  # single tokens behind all padding
+
+
+@torch.no_grad()
+@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["none", "left", "interior"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"decay": "learned", "feature_map": "hedgehog", "num_exact_keys": 40},
+        {"rope": "partial", "rope_frequencies": 1, "trained_length": 30, "decay": "learned"},
+        {"num_sinks": 0, "window_size": 1, "num_exact_keys": 1, "trained_length": 64},
+    ],
+    ids=str,
+)
+def test_c_keeps_what_torch_keeps_and_either_goes_on_where_the_other_stopped(settings, kind, dtype, monkeypatch):
+    mechanism = move(mechanism_of({**LONG, **settings}, head_dim=16, rotary=Rotary((1.0, 0.03)), is_causal=True))
+    mechanism.score_projection[1], mechanism.score_slope[1] = 0, 0  # the second head has equal scores alone
+    inputs, mask = qkv(133, dim=16, dtype=dtype), padding(133, kind)
+    gates = mechanism.gates(hidden_states_of(inputs[1]))
+    positions = (torch.ones(2, 133) if mask is None else mask).cumsum(dim=1).int() - 1
+
+    def run(lengths, without):
+        """Outputs and the last state, of which the implementations in C compute all parts or all but every second."""
+        state, outputs, start, calls = None, [], 0, []
+        for number, length in enumerate(lengths):
+            part = slice(start, start + length)
+            start += length
+            with monkeypatch.context() as patched:
+                for name in ("hybrid", "hybrid_step"):
+                    found = IMPLEMENTATIONS[name]
+                    patched.setitem(IMPLEMENTATIONS, name, lambda *x, f=found: calls.append(f(*x)) or calls[-1])
+                    if number % 2 == without or without == "always":
+                        patched.delitem(IMPLEMENTATIONS, name)
+                given = {"positions": positions[:, part].clamp(min=0)} if mechanism.needs_positions else {}
+                given["gates"], of_part = gates[:, part], None if mask is None or length == 1 else mask[:, part]
+                output, state = attend(mechanism, *(x[:, :, part] for x in inputs), of_part, state, **given)
+            outputs.append(output)
+        return torch.cat(outputs, dim=1), state, calls
+
+    expected, expected_state, _ = run([133], "always")
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    for lengths in PARTS:
+        for without in (None, 0, 1):
+            output, state, calls = run(lengths, without)
+            assert all(found is not None for found in calls)
+            assert len(calls) == sum(number % 2 != without for number in range(len(lengths)))
+            torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(state[0], expected_state[0], rtol=1e-4, atol=1e-4)
+            for kept, expected_kept in zip(state[1:], expected_state[1:]):
+                torch.testing.assert_close(kept, expected_kept, rtol=0, atol=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import SCALING, add_gates, build_mechanism, mechanism_of, move, qkv, rows
+from matrix import SCALING, build_mechanism, hidden_states_of, mechanism_of, move, qkv, rows
 from operators import OPERATORS
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -17,6 +17,8 @@ LENGTH, BLOCKS, PLACES, UNUSED = 9, 5, (3, 1), 77
 WITH_POSITIONS = {
     "hybrid-rope": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "rope": "partial", "rope_frequencies": 1},
     "hybrid-sinks": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "trained_length": 6},
+    "hybrid-exact-rope": {"mechanism": "hybrid", "window_size": 2, "num_exact_keys": 3, "num_sinks": 1}
+    | {"rope": "partial", "rope_frequencies": 1, "trained_length": 4},
     "linear-rope": {"mechanism": "linear", "feature_map": "exp", "rope": "partial", "rope_frequencies": 1},
     "gated_delta-rope": {"mechanism": "gated_delta", "rope": "partial", "rope_frequencies": 1},
 }
@@ -26,6 +28,9 @@ IN_PLACE = (
     "hybrid-decay",
     "hybrid-window-maximum",
     "hybrid-rope",
+    "hybrid-sinks",
+    "hybrid-exact-keys",
+    "hybrid-exact-rope",
     "linear-elu1",
     "linear-exp",
     "linear-decay",
@@ -35,10 +40,7 @@ IN_PLACE += ("performer", "performer-geometry", "gated_delta", "gated_delta-chan
 
 def mechanism_named(name: str):
     if name in WITH_POSITIONS:
-        mechanism = move(mechanism_of(WITH_POSITIONS[name], rotary=Rotary((1.0, 0.1)), is_causal=True))
-        if mechanism.needs_gates:
-            mechanism.register_forward_pre_hook(add_gates)
-        return mechanism
+        return move(mechanism_of(WITH_POSITIONS[name], rotary=Rotary((1.0, 0.1)), is_causal=True))
     return build_mechanism(name)
 
 
@@ -54,6 +56,8 @@ def inputs_of(mechanism, dtype, start: int, stop: int) -> MechanismInputs:
     if mechanism.needs_positions:
         positions = torch.arange(start, stop, dtype=torch.int32) + torch.tensor([[0], [3]])
         inputs = mechanism.prepare(inputs._replace(positions=positions.int()))
+    if mechanism.needs_gates:
+        inputs = inputs._replace(gates=mechanism.gates(hidden_states_of(inputs.key)))
     return inputs
 
 
@@ -96,7 +100,9 @@ def test_no_state_is_copied_where_c_computes(name, monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["hybrid", "hybrid-rope", "linear-elu1", "linear-exp", "gated_delta", "window"])
+@pytest.mark.parametrize(
+    "name", ["hybrid", "hybrid-rope", "hybrid-exact-rope", "linear-elu1", "linear-exp", "gated_delta", "window"]
+)
 def test_what_does_not_fit_is_refused_before_a_state_changes(name, backend):
     mechanism = mechanism_named(name)
     one = inputs_of(mechanism, torch.float32, LENGTH - 1, LENGTH)
@@ -163,7 +169,7 @@ def test_a_step_in_rows_beside_the_cpu_waits_for_nothing(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["hybrid-rope", "linear-exp", "gated_delta", "window"])
+@pytest.mark.parametrize("name", ["hybrid-rope", "hybrid-exact-rope", "linear-exp", "gated_delta", "window"])
 def test_a_step_in_rows_of_fake_tensors(name):
     mechanism = mechanism_named(name)
     one = inputs_of(mechanism, torch.float32, LENGTH - 1, LENGTH)

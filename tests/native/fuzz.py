@@ -10,6 +10,7 @@ reaches C lies between guards, and all new memory is poisoned (tests/support/poi
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import sys
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import torch
-from kernel_calls import HYBRID_STATE, SPECIFICATIONS, Call, Maker, widened
+from kernel_calls import HYBRID_STATE, KEPT, SPECIFICATIONS, Call, Maker, widened
 from operators import OPERATORS
 from poison import poisoned_allocations
 
@@ -33,9 +34,12 @@ from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.kernels import hybrid as kernels_hybrid
 from hf_linear_attention.kernels.cpu import KernelBackend, takes_attention
 from hf_linear_attention.kernels.hybrid import step_parts
+from hf_linear_attention.mechanisms.base import Rotary
+from hf_linear_attention.positions.rotary import RotaryShift
 from hf_linear_attention.torch_kernels import attention as kernels
 from hf_linear_attention.torch_kernels import delta as kernels_delta_torch
-from hf_linear_attention.torch_kernels.blocks import EMPTY_MAXIMUM, EXP, Affine, KernelMap
+from hf_linear_attention.torch_kernels.blocks import EMPTY_MAXIMUM, EXP, HEDGEHOG, Affine, KernelMap
+from hf_linear_attention.torch_kernels.exact_keys import Kept
 from hf_linear_attention.torch_kernels.window import (
     NearKeys,
     SinkKeys,
@@ -156,6 +160,118 @@ def joint(t, options, constants):
     return [output, *comparable(constants, options["function"], None, None, None, state)]
 
 
+def exact(t, options, constants):
+    """The operator, or in float64 what it stands for."""
+    how = (options[name] for name in ("function", "window", "scaling", "pairs", "pairs"))
+    given = kernels_hybrid.Given(*(t.get(name) for name in JOINT), *how)
+    others = kernels_hybrid.Exact(
+        *(t.get(name) for name in ("score", "position", "key_position")),
+        *options["turns"],
+        [t[name] for name in KEPT if name in t],
+        options["number"],
+    )
+    if "is_exact" in constants:
+        output, state, *kept = exact_in_torch(given, others)
+    else:
+        output, state, *kept = OPERATORS.exact_attention(*given, *others)
+    return [output, *comparable(constants, options["function"], None, None, None, state), *kept]
+
+
+def exact_in_torch(given, exact):
+    """`plain_joint` with the keys that are kept, and far keys that come when they are displaced."""
+    (first, num_far), number, query = given.ranges, exact.number, given.query
+    (batch, heads), score = given.key.shape[:2], exact.score[:, :, : given.ranges[1]]
+    nothing = Kept.nothing(given.key, given.value, number, exact.key_position is not None)
+    old = exact.kept or [x for x in nothing if x is not None]
+    near = kernels_hybrid.plain_near(given)
+    if not num_far:
+        state = query.new_zeros(
+            batch, heads, given.query_weight.shape[-1] * (1 + (given.function == HEDGEHOG)), given.value.shape[3] + 2
+        )
+        state[..., -1] = EMPTY_MAXIMUM
+        return [near[0].flatten(1, 2).transpose(1, 2), state, *old]
+    new = [given.key[:, :, :num_far], given.value[:, :, :num_far], score, torch.zeros(score.shape).int()]
+    if exact.key_position is not None:
+        new.append(exact.key_position[:, None, :num_far, None].expand(-1, heads, -1, -1))
+    rows = [torch.cat(pair, dim=2) for pair in zip(old, new)]
+    gone, ages, is_gone, seen, kept, kept_age = chosen(rows, given.visible[:, :num_far], number)
+    key, value, *_, place = at_places(rows, gone)
+    if exact.first_turned < len(exact.frequencies):
+        rotary = Rotary(tuple(exact.frequencies), exact.is_interleaved)
+        key = RotaryShift(rotary, exact.first_turned)(key, -place[..., 0].long())
+    far_query = query if given.query_turn is None else kernels_hybrid._turn(query, given.query_turn, given.pairs)
+    maps = Affine(given.query_weight), Affine(given.key_weight, given.key_bias, given.key_norm)
+    feature_map = KernelMap(given.function, *maps)
+    exponents = [feature_map.features(x, y) for x, y in zip((far_query[:, :, first:], key), maps)]
+    decay = torch.zeros(heads) if given.log_decay is None else given.log_decay
+    exponents[1] = exponents[1] + decay[:, None, None] * ages.unsqueeze(3)
+    far = (*exponents, value, is_gone, given.log_decay, given.state, *[None] * 4, EXP, True)
+    far, total, scale, state = kernels.in_torch(*far, plain=True)
+    half = query.square().sum(dim=-1, keepdim=True) * (given.scaling / 2)
+    add = (given.log_scale[:, None, None] - given.norm_weight[:, None, None] * half).unflatten(1, (heads, -1))
+    size = log_size(total, scale) + add[:, :, :, first:]
+    later = join(tuple(x[:, :, :, first:] for x in near), (far, size), part_of_kept(given, exact, rows, seen))
+    output = torch.cat((near[0][:, :, :, :first], later[0]), dim=3)
+    last = at_places(rows, kept)
+    last[2:4] = last[2].masked_fill(kept_age.unsqueeze(3) == 0, 0.0), kept_age.unsqueeze(3)
+    return [output.flatten(1, 2).transpose(1, 2), state, *last]
+
+
+def at_places(rows, places):
+    return [x.gather(2, places.unsqueeze(3).expand(-1, -1, -1, x.shape[3])) for x in rows]
+
+
+def chosen(rows, real, number):
+    """For each key that leaves, the row that is displaced, its age, whether there is one, and what is then kept; the
+    rows that are kept in the end, and their ages."""
+    score, age = rows[2][..., 0], rows[3][..., 0]
+    (batch, heads, total), length = score.shape, real.shape[1]
+    gone, ages, seen = score.new_zeros(batch, heads, length).long(), score.new_zeros(batch, heads, length), []
+    is_gone, kept, kept_age = torch.zeros(real.shape).bool(), gone.new_zeros(batch, heads, number), []
+    for b, h in itertools.product(range(batch), range(heads)):
+        empty = {place for place in range(number) if not age[b, h, place]}
+        own = [-math.inf if place in empty else x for place, x in enumerate(score[b, h].tolist())]
+        left, held, count = [1 - x for x in age[b, h].tolist()], list(range(number)), 0
+        for t in range(length):
+            if real[b, t]:
+                count += 1
+                left[number + t] = count
+                held.append(number + t)
+                out = max(held, key=lambda place: (-own[place], place))
+                held.remove(out)
+                if out not in empty:
+                    gone[b, h, t], ages[b, h, t], is_gone[b, t] = out, count - left[out], True
+            seen.append([place in held and place not in empty for place in range(total)])
+        kept[b, h] = torch.tensor(held)
+        kept_age.append([0 if place in empty else count - left[place] + 1 for place in held])
+    seen = torch.tensor(seen).view(batch, heads, length, total)
+    return gone, ages, is_gone, seen, kept, torch.tensor(kept_age, dtype=torch.int32).view(kept.shape)
+
+
+def part_of_kept(given, exact, rows, seen):
+    """The part of the keys `rows` that each query sees."""
+    first, trained_length = given.ranges[0], exact.trained_length
+    query, heads = given.scaling * given.query[:, :, first:], given.key.shape[1]
+    logits = query.unflatten(1, (heads, -1)) @ rows[0].unsqueeze(2).mT
+    if trained_length and exact.frequencies:
+        shift, position = (
+            RotaryShift(Rotary(tuple(exact.frequencies), exact.is_interleaved)),
+            exact.position[:, first:].long(),
+        )
+        moved = shift(query, trained_length - 1 - position).unflatten(1, (heads, -1))
+        distant = moved @ shift(rows[0], -rows[4][..., 0].long()).unsqueeze(2).mT
+        position = position[:, None, :, None]
+        is_distant = (position >= trained_length) & (position - rows[4].long().mT >= trained_length)
+        logits = torch.where(is_distant.unsqueeze(2), distant, logits)
+    return part_of_logits(logits, ~seen.unsqueeze(2), rows[1])
+
+
+def part_of_logits(logits, hidden, value):
+    logits = logits.masked_fill(hidden, EMPTY_MAXIMUM)
+    size = logits.logsumexp(dim=-1, keepdim=True).masked_fill(hidden.all(dim=-1, keepdim=True), EMPTY_MAXIMUM)
+    return logits.softmax(dim=-1).masked_fill(hidden, 0.0) @ value.unsqueeze(2), size
+
+
 def slots(t, options, constants):
     return [slot_attention(t["query"], t["key"], t["value"], t.get("visible"), options["scaling"])]
 
@@ -164,7 +280,7 @@ def hybrid(t, options, constants):
     """The operator, or in float64 what it stands for."""
     names = [name for name in SPECIFICATIONS["hybrid"] if name not in (*HYBRID_STATE, "log_scale", "norm_weight")]
     given, state = [t.get(name) for name in names], [t[name] for name in HYBRID_STATE if name in t]
-    others = t.get("log_scale"), t.get("norm_weight"), options["function"], options["scaling"]
+    others = t.get("log_scale"), t.get("norm_weight"), *options["turns"], options["function"], options["scaling"]
     if "is_exact" not in constants:
         *new, parts = OPERATORS.hybrid_step(*given, state, *others)
         written = [x.clone(memory_format=torch.contiguous_format) for x in state]
@@ -174,27 +290,33 @@ def hybrid(t, options, constants):
         check_rows(state, lambda blocks, rows: OPERATORS.hybrid_step_(*given, blocks, *others, rows))
         new += step_parts(parts, t["query"], t["key"], t["value"].shape[-1])
     else:
-        new = hybrid_in_torch(*given, state, *others)
+        new = hybrid_in_torch(t, *others)
     *others, near, near_size, largest, far, far_size = new
     sums = comparable(constants, EXP, None, None, None, others.pop(0))
     sizes = [x.masked_fill(x < EMPTY_MAXIMUM / 2, 0.0) for x in (near_size, largest, far_size)]
     return [*sums, *others, near, *sizes, far]
 
 
-def hybrid_in_torch(query, key, value, sink_query, position, far_query, far_key, key_weight, key_bias, key_norm,
-                    query_weight, log_decay, state, log_scale, norm_weight, function, scaling):  # fmt: skip
-    sums, window_key, window_value, kind, sink_key, sink_value, num_seen, *positions = state
-    feature_map = KernelMap(function, Affine(query_weight), Affine(key_weight, key_bias, key_norm))
-    far_query, far_key = query if far_query is None else far_query, window_key[:, :, :1] if far_key is None else far_key
+def hybrid_in_torch(t, log_scale, norm_weight, frequencies, first, is_interleaved, trained_length, function, scaling):
+    """The new state, and the parts of the output."""
+    query, key, value, sums, kind = (t[name] for name in ("query", "key", "value", "sums", "kind"))
+    rotary, position, ordinary = Rotary(tuple(frequencies), is_interleaved), t.get("position"), kind[:, :1] == 1
+    gone, kept, is_far = kept_and_gone(t, ordinary)
+    feature_map = KernelMap(
+        function, Affine(t["query_weight"]), Affine(*map(t.get, ("key_weight", "key_bias", "key_norm")))
+    )
+    far_query, far_key = query, gone[0]
+    if first < len(frequencies):
+        shift = RotaryShift(rotary, first)
+        far_query, far_key = shift(query, -position.long()), shift(far_key, -gone[4][..., 0].long())
     query_exponent = feature_map.features(far_query * scaling**0.5, feature_map.query)
     key_exponent = feature_map.features(far_key * scaling**0.5, feature_map.key)
-    positions = [torch.cat((x, position), dim=1)[:, 1:] for x in positions]
     kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
-    is_far = (kind[:, :1] == 1)[:, None, :, None]
-    leaving = window_value[:, :, :1].masked_fill(~is_far, 0.0)
-    decay = torch.zeros(1, kv_heads).double() if log_decay is None else log_decay[None].double()
-    faded = torch.cat((sums[..., :-1], sums[..., -1:] + (is_far * decay[..., None, None])), dim=-1)
-    exponent = key_exponent.masked_fill(~is_far, EMPTY_MAXIMUM)
+    decay = torch.zeros(kv_heads).double() if t.get("log_decay") is None else t["log_decay"].double()
+    decay = decay[:, None, None]
+    leaving = gone[1].masked_fill(~is_far, 0.0)
+    faded = torch.cat((sums[..., :-1], sums[..., -1:] + is_far * decay), dim=-1)
+    exponent = (key_exponent + decay * gone[3]).masked_fill(~is_far, EMPTY_MAXIMUM)
     value_row = torch.cat((leaving, is_far.double().expand(*leaving.shape[:3], 1)), dim=-1)
     maximum = torch.maximum(faded[..., -1], exponent[:, :, 0])
     weights = (exponent[:, :, 0] - maximum).exp() * is_far[..., 0]
@@ -205,25 +327,75 @@ def hybrid_in_torch(query, key, value, sink_query, position, far_query, far_key,
     far = (far_query - scale).exp().flatten(2, 3) @ added
     far, total = far.unflatten(2, (groups, 1)).split_with_sizes((value.shape[-1], 1), dim=-1)
     far, far_size = far / total.masked_fill(total == 0, 1.0), log_size(total, scale)
-    is_sink = num_seen < sink_key.shape[2]
-    window_key, window_value = (torch.cat(x, dim=2)[:, :, 1:] for x in ((window_key, key), (window_value, value)))
-    kind = torch.cat((kind, torch.where(is_sink, 2, 1).to(torch.int8)), dim=1)[:, 1:]
-    place = torch.arange(sink_key.shape[2])
-    here = (place == num_seen)[:, None, :, None]
-    sink_key, sink_value = torch.where(here, key, sink_key), torch.where(here, value, sink_value)
-    # as numbers of 64 bits go round
-    num_seen = num_seen + 1
-    near = plain_window(
-        query, window_key, window_value, kind == 1, sink_key, sink_value, (place < num_seen)[:, None], sink_query,
-        scaling,
-    )  # fmt: skip
+    sinks, near = near_in_torch(t, kept, rotary, trained_length, scaling)
     output, size, largest = near
     if log_scale is not None:
         half = query.square().sum(dim=-1, keepdim=True) * scaling / 2
         add = (log_scale[:, None, None] - norm_weight[:, None, None] * half).unflatten(1, (kv_heads, groups))
         output, _ = join((output, size), (far, far_size + add))
-    return [new_sums, window_key, window_value, kind, sink_key, sink_value, num_seen, *positions, output, size,
-            largest, far, far_size]  # fmt: skip
+    kept = [x for name, x in zip(KEPT, kept) if name in t]
+    return [new_sums, *kept, *sinks, output, size, largest, far, far_size]
+
+
+def kept_and_gone(t, ordinary):
+    """Key, value, score, age and position of what goes to the far sums, if anything does, and of what is kept."""
+    count, heads = t["kept_key"].shape[2] if "kept_key" in t else 0, t["key"].shape[1]
+    oldest = [t[x][:, :, :1] for x in ("window_key", "window_value")]
+    nothing = oldest[0].new_zeros(*oldest[0].shape[:2], 1, 1)
+    oldest.append(t["window_score"][:, :, :1] if count else nothing)
+    place = t["window_position"][:, None, :1, None].expand(-1, heads, -1, -1) if "window_position" in t else nothing
+    oldest += [nothing.int(), place]
+    older = [t.get(name, x.new_zeros(*x.shape[:2], count, x.shape[3])) for name, x in zip(KEPT, oldest)]
+    ordinary = ordinary[:, None, :, None]
+    score = torch.cat((older[2].masked_fill(older[3] == 0, -math.inf), oldest[2]), dim=2).squeeze(3)
+    smallest = count - score.flip(2).sort(dim=2, stable=True).indices[..., :1]  # the latest of equal ones
+    number = torch.where(ordinary[..., 0], smallest, count)
+    others = torch.arange(count).expand(*number.shape[:2], -1)
+    others = others + (others >= number)
+    rows = [torch.cat(pair, dim=2) for pair in zip(older, oldest)]
+    gone = [x.gather(2, number.unsqueeze(3).expand(-1, -1, -1, x.shape[3])) for x in rows]
+    rows[3] = torch.cat((older[3] + (ordinary & (older[3] != 0)), torch.ones_like(oldest[3])), dim=2).int()
+    kept = [x.gather(2, others.unsqueeze(3).expand(-1, -1, -1, x.shape[3])) for x in rows]
+    return gone, kept, ordinary & ((number.unsqueeze(3) == count) | (gone[3] != 0))
+
+
+def near_in_torch(t, kept, rotary, trained_length, scaling):
+    """The new tensors of window and sinks, and the part of these and of what is kept."""
+    query, key, value, num_seen, sink_key = (t[name] for name in ("query", "key", "value", "num_seen", "sink_key"))
+    window_key, window_value = (
+        torch.cat((t[name], new), dim=2)[:, :, 1:] for name, new in (("window_key", key), ("window_value", value))
+    )
+    kind = torch.where(num_seen < sink_key.shape[2], 2, 1).to(torch.int8)
+    kind = torch.cat((t["kind"], kind), dim=1)[:, 1:]
+    place = torch.arange(sink_key.shape[2])
+    here = (place == num_seen)[:, None, :, None]
+    sink_key, sink_value = torch.where(here, key, sink_key), torch.where(here, value, t["sink_value"])
+    # as numbers of 64 bits go round
+    num_seen = num_seen + 1
+    state = [window_key, window_value, kind, sink_key, sink_value, num_seen]
+    position, moved = t.get("position"), None
+    if trained_length and rotary.inverse_frequencies:
+        last = trained_length - 1
+        moved = RotaryShift(rotary)(query, position.long().clamp(max=last) - position)
+    if "window_position" in t:
+        state.append(torch.cat((t["window_position"], position), dim=1)[:, 1:])
+    part = plain_window(
+        query, window_key, window_value, kind == 1, sink_key, sink_value, (place < num_seen)[:, None], moved, scaling
+    )
+    if "score" not in t:
+        return state, part
+    score = t["score"].mT.unsqueeze(3) + t["slope"][:, None, None] * num_seen[:, None, None].double()
+    state.append(torch.cat((t["window_score"], score), dim=2)[:, :, 1:])
+    queries = [scaling * x.unflatten(1, (key.shape[1], -1)) for x in (query, query if moved is None else moved)]
+    logits = queries[0] @ kept[0].unsqueeze(2).mT
+    if moved is not None:
+        distant = RotaryShift(rotary)(kept[0], -kept[4][..., 0].long()).unsqueeze(2)
+        position = position[:, None, :, None].long()
+        is_distant = (position >= trained_length) & (position - kept[4] >= trained_length)
+        logits = torch.where(is_distant.unsqueeze(2).mT, queries[1] @ distant.mT, logits)
+    is_empty = (kept[3] == 0).unsqueeze(2).mT
+    largest = torch.maximum(part[2], logits.masked_fill(is_empty, EMPTY_MAXIMUM).amax(dim=-1, keepdim=True))
+    return state, (*join(part[:2], part_of_logits(logits, is_empty, kept[1])), largest)
 
 
 def delta(t, options, constants):
@@ -243,11 +415,12 @@ def elu(t, options, constants):
 
 ENTRIES = {
     **{"attention": map_attention, "features": features, "step": step, "window": window, "joint": joint},
+    **{"exact": exact},
     **{"slots": slots, "hybrid": hybrid, "elu": elu, "delta": delta, "delta_by_feature": delta},
     **{"delta_step": delta, "delta_step_by_feature": delta},
 }
 HAVE_GRADIENTS = ("attention", "features", "window", "joint", "delta", "delta_by_feature")
-ONLY_IN_C = ("hybrid", "joint", "elu")
+ONLY_IN_C = ("hybrid", "joint", "exact", "elu")
 
 
 class Fuzzer:
@@ -320,7 +493,7 @@ class Fuzzer:
 
 def is_beyond_torch(call: Call, library: Any) -> bool:
     """Whether torch computes exponents with a decay of more than float32 holds: it loses keys beside older ones."""
-    if call.entry == "joint" and spread_of_keys(call) > 700:
+    if call.entry in ("joint", "exact") and spread_of_keys(call) > 700:
         return True  # e^-700 is the least that float64 holds: the reference loses far keys beside larger ones
     decay = call.clean.get("log_decay")
     if call.options["function"] < EXP or call.entry == "hybrid" or decay is None or decay.min() > -60:

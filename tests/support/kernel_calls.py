@@ -1,8 +1,8 @@
 """Random calls of the kernels, those that fit and those that do not, as `tests/native/fuzz.py` makes them.
 
 Axes as letters, see SPECIFICATIONS: B batch, H and K query and key/value heads, N queries, S keys, D and E head
-dimensions, W that of the values, C columns of an affine map, F features, P places of a window, w of a state, s sinks,
-L rows of keys with those before the first query, T columns of a table of angles.
+dimensions, W that of the values, C columns of an affine map, F features, P places of a window, w of a state, s sinks, M
+exact keys, L rows of keys with those before the first query, T columns of a table of angles.
 """
 
 from __future__ import annotations
@@ -67,10 +67,9 @@ SPECIFICATIONS = {
         "query": "BH1E",
         "key": "BK1E",
         "value": "BK1W",
-        "sink_query": "BH1E",
+        "score": "B1K",
+        "slope": "K",
         "position": "B1",
-        "far_query": "BH1E",
-        "far_key": "BK1E",
         "key_weight": "KEC",
         "key_bias": "K1C",
         "key_norm": "K11",
@@ -79,6 +78,11 @@ SPECIFICATIONS = {
         "log_scale": "H",
         "norm_weight": "H",
         "sums": "BKFV",
+        "kept_key": "BKME",
+        "kept_value": "BKMW",
+        "kept_score": "BKM1",
+        "kept_age": "BKM1",
+        "kept_position": "BKM1",
         "window_key": "BKwE",
         "window_value": "BKwW",
         "kind": "Bw",
@@ -86,6 +90,7 @@ SPECIFICATIONS = {
         "sink_value": "BKsW",
         "num_seen": "B1",
         "window_position": "Bw",
+        "window_score": "BKw1",
     },
     "delta": {
         "query": "BHNF",
@@ -106,13 +111,21 @@ SPECIFICATIONS = {
     },
     "elu": {"x": "BHND"},
 }
+KEPT = ("kept_key", "kept_value", "kept_score", "kept_age", "kept_position")
+SPECIFICATIONS["exact"] = {
+    **{name: axes for name, axes in SPECIFICATIONS["joint"].items() if name != "key_turn"},
+    **{"score": "BKL1", "position": "BN", "key_position": "BL"},
+    **dict(zip(KEPT, ("BKMD", "BKMW", "BKM1", "BKM1", "BKM1"))),
+}
 SPECIFICATIONS |= {  # a decay per feature
     "delta_by_feature": SPECIFICATIONS["delta"] | {"log_decay": "BKNF"},
     "delta_step_by_feature": SPECIFICATIONS["delta_step"] | {"log_decay": "BK1F"},
 }
-OPTIONAL = ("key_mask", "log_decay", "state", "sink_query", "far_query", "far_key", "query_turn", "sink_turn")
+OPTIONAL = ("key_mask", "log_decay", "state", "sink_query", "query_turn", "sink_turn")
 MASKS = ("key_mask", "visible", "seen")
-HYBRID_STATE = ("sums", "window_key", "window_value", "kind", "sink_key", "sink_value", "num_seen", "window_position")
+HYBRID_STATE = ("sums", *KEPT, "window_key", "window_value", "kind", "sink_key", "sink_value", "num_seen")
+HYBRID_STATE += ("window_position", "window_score")
+PLACES = {*HYBRID_STATE, "position", "key_position", "score"} - {"sums"}
 LENGTHS = (1, 2, 3, 5, 7, 8, 13, 17, 31, 32, 33, 40, 63, 64, 65, 97, 130, 200)
 COLUMNS = (4, 5, 7, 8, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 128, 130)
 DECAYS = (0.0, -1e-3, -0.1, -0.9, -5.0, -30.0, -89.0, -300.0)
@@ -196,35 +209,39 @@ class Maker:
             sizes["D"], sizes["F"], sizes["C"] = (min(sizes[letter], 33) for letter in "DFC")
         sizes["S"] = sizes["N"] if is_causal else sizes["S"]
         sizes["w"], sizes["s"] = self.pick((1, 2, 5, 8, 33)), self.pick((0, 1, 4, 4, 40))
+        sizes["M"] = self.pick((1, 2, 3, 5, 8, 33))
         sizes["P"] = max(sizes["N"], 1) + self.pick((1, 2, 3, 8, 20, 32, 33, 64, 65)) - 1
         return sizes | {"1": 1}
 
     def call(self) -> Call:
         """The next one; of three, one does not fit."""
         weights = {"attention": 9, "features": 3, "step": 3, "window": 5, "slots": 4, "hybrid": 3, "elu": 1, "delta": 5}
-        weights |= {"delta_by_feature": 3, "delta_step": 1, "delta_step_by_feature": 1, "joint": 5}
+        weights |= {"delta_by_feature": 3, "delta_step": 1, "delta_step_by_feature": 1, "joint": 5, "exact": 3}
         kind = self.random.choices(list(weights), weights.values())[0]
-        is_causal = kind in ("step", "hybrid", "joint") or kind.startswith("delta") or self.chance(0.6)
+        is_causal = kind in ("step", "hybrid", "joint", "exact") or kind.startswith("delta") or self.chance(0.6)
         options: dict[str, Any] = {"function": self.pick((EXP, PLAIN, HEDGEHOG, ELU_PLUS_ONE)), "is_causal": is_causal}
         if kind in ("features", "step"):
             options["function"] = self.random.choice((PLAIN, EXP))
-        if kind in ("joint", "hybrid"):
+        if kind in ("joint", "exact", "hybrid"):
             options["function"] = self.random.choice((EXP, EXP, HEDGEHOG))
         if kind.startswith("delta"):
             options |= {"function": PLAIN, "erases": self.chance(0.7)}
         options["scaling"], sizes = self.random.choice((0.1, 0.3, 1.0)), self.sizes(kind, is_causal)
         self.is_packed = is_causal and self.chance(0.07)
         names = self.given(kind, is_causal, options["function"])
-        if kind == "joint":
+        if kind in ("joint", "exact"):
             self.arrange_joint(names, sizes, options)
+        if kind in ("exact", "hybrid"):
+            options["turns"] = self.turns(sizes["D" if kind == "exact" else "E"], "position" in names)
+            options["number"] = sizes["M"]
         function, is_affine = options["function"], "key_weight" in names
         columns = sizes["C"] if is_affine else sizes["D"]
-        if kind in ("attention", "joint", "hybrid"):
+        if kind in ("attention", "joint", "exact", "hybrid"):
             sizes["F"] = columns * (1 + (function == HEDGEHOG))
         sizes["V"] = sizes["W"] + 1 + (kind == "hybrid" or function >= EXP)
         shapes = {name: self.shape(SPECIFICATIONS[kind][name], sizes) for name in names}
         dtypes = self.random.choice(
-            DTYPES[: -1 if kind in ("hybrid", "joint") else None]
+            DTYPES[: -1 if kind in ("hybrid", "joint", "exact") else None]
         )  # no float64, C alone computes it
         tensors = self.contents(kind, shapes, dtypes, options, is_affine)
         tensors = {name: angles(x) if name.endswith("_turn") else x for name, x in tensors.items()}
@@ -249,6 +266,12 @@ class Maker:
         options["pairs"] = (start, 1, pairs) if self.chance(0.6) else (2 * start, 2, 1)
         options["window"] = window
 
+    def turns(self, dim: int, has_positions: bool) -> tuple[list[float], int, bool, int]:
+        """Frequencies of rotary pairs, how many the map sees, whether pairs are interleaved, and a trained length."""
+        count = self.random.randint(0, dim // 2) if has_positions else 0
+        frequencies = [10.0 ** (-3 * self.random.random()) for _ in range(count)]
+        return frequencies, self.random.randint(0, count), self.chance(0.5), self.random.choice((0, 1, 3, 50, 2**30))
+
     def given(self, kind: str, is_causal: bool, function: int) -> list[str]:
         is_delta = kind.startswith("delta")
         needed = ("log_decay", "state")[: 1 + ("step" in kind)] if is_delta else ()
@@ -265,8 +288,12 @@ class Maker:
             names.remove("visible")
         if kind == "hybrid" and self.chance(0.5):
             names = [name for name in names if name not in ("log_scale", "norm_weight")]
-        if kind == "hybrid" and self.chance(0.5):
-            names = [name for name in names if name not in ("position", "window_position")]
+        if kind == "hybrid" and self.chance(0.4):
+            names = [name for name in names if name not in ("score", "slope", "window_score", *KEPT)]
+        if kind in ("hybrid", "exact") and self.chance(0.4):
+            names = [name for name in names if "position" not in name]
+        if kind == "exact" and "state" not in names:
+            names = [name for name in names if name not in KEPT]
         return names
 
     def shape(self, letters: str, sizes: dict[str, int]) -> tuple[int, ...]:
@@ -282,11 +309,11 @@ class Maker:
         std = self.pick((1, 1, 4, 4 if "log_decay" in shapes or self.is_packed else 30))
         by_name = dict(zip(("query", "key", "value"), dtypes))
         by_name |= {"window_key": dtypes[1], "window_value": dtypes[2], "sink_key": dtypes[1], "sink_value": dtypes[2]}
-        by_name |= {"sink_query": dtypes[0], "x": dtypes[0]}
+        by_name |= {"sink_query": dtypes[0], "x": dtypes[0], "kept_key": dtypes[1], "kept_value": dtypes[2]}
         tensors: dict[str, torch.Tensor | None] = {}
         for name, shape in shapes.items():
             x = self.normal(shape)
-            if name in ("query", "key", "sink_key", "sink_query", "far_query", "far_key", "window_key", "x"):
+            if name in ("query", "key", "sink_key", "sink_query", "window_key", "kept_key", "x"):
                 x = rows_of(x, kind, options["function"], std)
             elif name in ("key_weight", "query_weight"):
                 x = (x.abs() if options["function"] == PLAIN else x) / max(1, shape[1]) ** 0.5
@@ -294,24 +321,32 @@ class Maker:
                 x = x.abs() * (0 if name == "key_norm" and options["function"] < EXP else 0.1)
             elif name == "log_decay":
                 x = torch.tensor(DECAYS)[torch.randint(0, len(DECAYS), shape, generator=self.generator)]
-                x = x.clamp(min=self.random.choice((-0.1, -300.0))) if len(shape) > 1 else x  # near 0: reads far back
+                least = -0.9 if kind == "exact" else self.random.choice((-0.1, -300.0)) if len(shape) > 1 else -300.0
+                x = x.clamp(min=least)  # near 0: reads far back
             elif name == "beta":
                 x = torch.rand(shape, generator=self.generator)
             elif name in ("state", "sums"):
                 x = self.state(shape, kind == "hybrid" or options["function"] >= EXP, std)
             elif name in MASKS:
                 x = self.mask(name, shape)
-            elif name == "kind":
-                x = torch.randint(0, 3, shape, generator=self.generator).to(torch.int8)
-            elif name in ("position", "window_position"):
-                x = torch.randint(-5, 2**31 - 1, shape, generator=self.generator, dtype=torch.int32)
-            elif name == "num_seen":
-                numbers = (0, 1, 3, 50, -1, -(2**63), 2**63 - 1, 2**31)
-                x = torch.tensor([[self.random.choice(numbers)] for _ in range(shape[0])]).view(shape).long()
+            elif name in PLACES and name not in by_name:
+                x = self.place(name, shape)
+                if kind == "exact" and name == "kept_age":  # all heads have as many keys
+                    x = x[:, :1].expand(shape).clone()
             x = x.to(by_name[name]) if name in by_name else x
             is_double = dtypes[2] == torch.float64 and x.dtype == torch.float32
             tensors[name] = widened(x) if is_double else x
         return tensors
+
+    def place(self, name: str, shape) -> torch.Tensor:
+        """What the state of a step holds of places: kinds, numbers, positions, scores of which some are equal, ages."""
+        if name == "num_seen":
+            numbers = (0, 1, 3, 50, -1, -(2**63), 2**63 - 1, 2**31)
+            return torch.tensor([[self.random.choice(numbers)] for _ in range(shape[0])]).view(shape).long()
+        most = {"kind": 3, "kept_age": 4}.get(name) or 3 * name.endswith("score") or self.pick((60, 2**31 - 1))
+        least = -5 if name.endswith("position") else -2 if name.endswith("score") else 0
+        dtype = torch.float32 if name.endswith("score") else torch.int8 if name == "kind" else torch.int32
+        return torch.randint(least, most, shape, generator=self.generator).to(dtype)
 
     def state(self, shape, log_features: bool, std: float) -> torch.Tensor:
         state = self.normal(shape)
@@ -357,7 +392,7 @@ class Maker:
 
     def spoil_size(self, kind: str, tensors, options, sizes) -> str:
         base = {"V": "W", "F": "C" if "key_weight" in tensors else "D", "b": "B", "k": "K", "h": "H"}
-        base = base if kind in ("attention", "joint", "hybrid") else base | {"F": "F"}
+        base = base if kind in ("attention", "joint", "exact", "hybrid") else base | {"F": "F"}
         base |= {"S": "N"} if options["is_causal"] and kind in ("attention", "features") else {}
         specification = {name: SPECIFICATIONS[kind][name] for name in tensors}
         letters = [base.get(letter, letter) for text in specification.values() for letter in text if letter != "h"]
@@ -408,7 +443,7 @@ class Maker:
         wrong = {"state": torch.bfloat16, "sums": torch.float64, "kind": torch.int32, "num_seen": torch.int32}
         wrong |= {"key_mask": torch.float32, "visible": torch.uint8, "seen": torch.int64, "value": torch.int64}
         wrong |= (
-            {"window_key": torch.float16, "sink_value": torch.float64, "far_key": torch.bfloat16}
+            {"window_key": torch.float16, "sink_value": torch.float64, "kept_age": torch.int64, "score": torch.bfloat16}
             if kind == "hybrid"
             else {}
         )
