@@ -97,8 +97,8 @@ def variants(name: str, settings: dict[str, dict[str, Any]], dtype: torch.dtype 
     """A model with softmax, and converted with each of the settings, with the same weights."""
     torch.manual_seed(0)
     base = MODELS[name]().to(dtype).eval()
-    # The original is a copy too: reading weights that were copied can take longer.
-    return {SOFTMAX: copy.deepcopy(base)} | {key: convert(copy.deepcopy(base), **values) for key, values in settings.items()}
+    converted = {key: convert(copy.deepcopy(base), **values) for key, values in settings.items()}
+    return {SOFTMAX: copy.deepcopy(base), **converted}  # a copy too, of whose weights reading may take longer
 
 
 def forward_pass(model: Any, length: int) -> Callable[[], Any]:
