@@ -293,8 +293,9 @@ def dense_attention(
             whose dtype is the query's; None for all keys.
     """
     groups, dtype = query.shape[1] // key.shape[1], query.dtype
-    wide = functools.reduce(torch.promote_types, (key.dtype, value.dtype), dtype)
-    query, key, value = (with_dtype(x, wide) for x in (query, key, value))
+    if not dtype == key.dtype == value.dtype:
+        wide = functools.reduce(torch.promote_types, (key.dtype, value.dtype), dtype)
+        query, key, value = (with_dtype(x, wide) for x in (query, key, value))
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         if visible is not None and visible.shape[1] > 1:
