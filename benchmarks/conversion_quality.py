@@ -49,7 +49,7 @@ from hf_linear_attention.conversion.source import open_source
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.training.data.rows import load_rows
 from hf_linear_attention.training.models import auto_class_of
-from hf_linear_attention.training.presets import STAGES, Preset, fit_to, load_preset
+from hf_linear_attention.training.presets import STAGES, Preset, load_preset
 from hf_linear_attention.training.recipe import DataArguments
 from hf_linear_attention.training.run import run, run_stages
 from hf_linear_attention.training.tracking import read_metrics
@@ -131,7 +131,7 @@ def train(arguments: Namespace, recipe: Recipe, seed: int) -> Training:
         }
     teacher = auto_class_of(arguments.task).from_pretrained(arguments.teacher)
     name = f"{Path(arguments.teacher).name}-{recipe.name}-{arguments.tokens}-{seed}"
-    preset = fit_to(preset_of(recipe, arguments.task), teacher)
+    preset = preset_of(recipe, arguments.task)  # `run_stages` fits it to the student
     training = Training(preset, given, arguments.work_dir / name)
     converted = training.work / CONVERTED
     if not converted.is_dir():

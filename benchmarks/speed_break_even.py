@@ -40,6 +40,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "aft full": {"mechanism": "aft", "variant": "full"},
     "hybrid 64 + 4": {"mechanism": "hybrid", "window_size": 64, "num_sinks": 4},
     "window 64 + 4": {"mechanism": "window", "window_size": 64, "num_sinks": 4},
+    "window 128 + 1": {"mechanism": "window", "window_size": 128, "num_sinks": 1},
 }
 MODES = {"bidirectional": "encoders", "causal": "decoders"}
 # Where softmax is four times as fast, one round will do at the next length.

@@ -74,12 +74,15 @@ LINEAR = {
 HYBRID = {"hybrid": {"mechanism": "hybrid", "num_features": 64}}
 ENCODERS = {
     **LINEAR,
-    "hybrid 64 + 1": DEFAULTS["bidirectional"],
-    "window 64 + 1": {**DEFAULTS["bidirectional"], "mechanism": "window"},
+    "default": DEFAULTS["bidirectional"],
+    "window 64 + 1": {"mechanism": "window", "window_size": 64, "num_sinks": 1},
+    "hybrid 64 + 1": {"mechanism": "hybrid", "window_size": 64, "num_sinks": 1},
     "linformer 128": {"mechanism": "linformer", "projection_size": 128, "projection": "mean-pool"},
     "nystrom 64": {"mechanism": "nystrom", "num_landmarks": 64},
 }
-READING = {("MiniLM", 512): ENCODERS, ("MiniLM", 2048): ENCODERS, ("MiniLM", 8192): ENCODERS} | {
+SHORT = {"default": DEFAULTS["bidirectional"]}
+READING = {("MiniLM", length): SHORT for length in (64, 128, 256)} | {
+    **{("MiniLM", length): ENCODERS for length in (512, 2048, 8192)},
     ("Llama 125M", 2048): LINEAR | HYBRID,
 }
 LONG_READING = {("Llama 125M", 8192): LINEAR | HYBRID, ("Llama 125M", 32768): LINEAR | HYBRID}
@@ -94,7 +97,8 @@ def variants(name: str, settings: dict[str, dict[str, Any]], dtype: torch.dtype 
     """A model with softmax, and converted with each of the settings, with the same weights."""
     torch.manual_seed(0)
     base = MODELS[name]().to(dtype).eval()
-    return {SOFTMAX: base} | {key: convert(copy.deepcopy(base), **values) for key, values in settings.items()}
+    converted = {key: convert(copy.deepcopy(base), **values) for key, values in settings.items()}
+    return {SOFTMAX: copy.deepcopy(base), **converted}  # a copy too, of whose weights reading may take longer
 
 
 def forward_pass(model: Any, length: int) -> Callable[[], Any]:

@@ -40,7 +40,7 @@ from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import LOGITS, MOST_TOKENS, TEXTS, divergence
 from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.training.losses.outputs import mean_pooled
-from hf_linear_attention.training.presets import load_preset, preset_names, stages_of
+from hf_linear_attention.training.presets import load_preset, preset_names, settings_for, stages_of
 
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ DEFAULT_TOKENS = 50_000
 # What is compared where nothing is named; those that a model does not support are left out.
 COMPARED = {
     "causal": ("hybrid", "linear", "gated_delta"),
-    "bidirectional": ("linear", "nystrom", "linformer", "hybrid"),
+    "bidirectional": ("window", "linear", "nystrom", "linformer", "hybrid"),
+    "encoder_decoder": ("linear", "nystrom", "linformer", "hybrid"),
 }
 HELD_OUT_TOKENS = 8192
 # The steps of each stage whose speed says how long the preset would take. The sentences repeated fill their batches.
@@ -167,7 +168,8 @@ def compared(comparison: Comparison, mechanism: str) -> dict[str, Any]:
 def preset_for(mechanism: str, direction: str) -> str:
     """The preset of this name with settings for this mechanism, or else `default`, whose stages train any."""
     for name in ("default", mechanism):
-        if name in preset_names() and load_preset(name).settings.get(direction, {}).get("mechanism") == mechanism:
+        settings = settings_for(load_preset(name), direction) if name in preset_names() else None
+        if settings is not None and settings["mechanism"] == mechanism:
             return name
     return "default"
 

@@ -58,8 +58,8 @@ GONE = {
 
 ATTENTION_HELP = (
     f"the mechanism that replaces softmax: {', '.join(sorted(MECHANISM_OPTIONS))} (default: that of --preset, or else "
-    "hybrid; linear with --cross_attention); or mechanisms by layer, such as 0-3:hybrid,4-:linear, with each layer to "
-    "convert in one range. Other options are then for the mechanisms that have them"
+    "hybrid, window for encoders, linear with --cross_attention); or mechanisms by layer, such as 0-3:hybrid,4-:linear,"
+    " with each layer to convert in one range. Other options are then for the mechanisms that have them"
 )
 OF_EMBEDDINGS = ("retrieval_file", "query_prompt_name", "document_prompt_name", "prompt_name", "matryoshka_dims")
 

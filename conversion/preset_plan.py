@@ -34,6 +34,7 @@ from hf_linear_attention.training.presets import (
     is_transfer,
     load_preset,
     preset_names,
+    settings_for,
     stages_of,
 )
 from hf_linear_attention.training.recipe_parser import check_stages
@@ -127,16 +128,14 @@ def preset_settings(
         UsageError: if there is no such preset or no config, or the preset is not for such models.
     """
     config = stock_config(source, trust_remote_code)
-    settings = load_preset(name).settings
-    direction = direction_of(config, cross_attention)
-    if direction not in settings:
-        direction = direction_of(config)
-    if direction not in settings:
-        able = ", ".join(other for other in preset_names() if direction in load_preset(other).settings)
+    preset, direction = load_preset(name), direction_of(config)
+    settings = settings_for(preset, direction_of(config, cross_attention)) or settings_for(preset, direction)
+    if settings is None:
+        able = ", ".join(other for other in preset_names() if settings_for(load_preset(other), direction))
         raise UsageError(
             f"`--preset {name}` has no settings for {direction} models such as {config.model_type}; use one of {able}"
         )
-    return settings[direction]
+    return settings
 
 
 def with_healed_frequencies(settings: Any, plan: Plan, preset: str) -> Any:

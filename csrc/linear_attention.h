@@ -72,7 +72,8 @@ enum {
 };
 
 /* Tensors of window_forward (up to LARGEST) and window_backward; `sizes.features` is how many places a query sees,
-   `sizes.map` how many sinks; the last key is that of the last query. SINK_QUERY is what sinks are compared with, or
+   `sizes.map` how many sinks. The last place of the last query is the last key; if it is not `causal`, a query sees as
+   many places on either side of its own. SINK_QUERY is what sinks are compared with, or
    the query turned by SINK_TURN, or else the query itself. With FAR_TOTAL and FAR_SCALE, the denominators and scales
    that attention_forward wrote (0 where a query has no far keys), NEAR_OUTPUT holds its output: near and far keys then
    share a denominator. NEAR_OUTPUT and LOG_SIZE become those of both, FAR_TOTAL the denominator in units of the scale,

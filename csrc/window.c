@@ -17,6 +17,8 @@ typedef struct {
     int64_t window, sinks, blocks, columns;
     int64_t ring;  /* columns of the ring */
     int64_t begin; /* the column of the oldest place of the ring */
+    int64_t low,
+        high;      /* the first place of the ring that has a key, and the one behind the last; so far from `begin` */
     int is_joint;  /* with far keys */
     float *hidden; /* EMPTY where a place cannot be seen, else 0 */
     float *key, *key_t, *value, *value_t, *scores, *pairs, *grad_key, *grad_value, *sink_query, *grad_sink_query;
@@ -31,6 +33,7 @@ typedef struct {
 /* The two runs of columns of places that queries t .. t + ROWS - 1 of the block see, in whole vectors or exactly. */
 static void runs_of(const window *v, int64_t t, int is_whole, run *runs) {
     int64_t first = t + v->ring - BLOCK - v->window + 1, end = t + ROWS + v->ring - BLOCK, turn = v->ring - v->begin;
+    first = first < v->low ? v->low : first, end = end > v->high ? v->high : end;
     if (is_whole) first = first / LANES * LANES, end = (end + LANES - 1) / LANES * LANES;
     runs[0] = (run){v->begin + first, v->begin + (end < turn ? end : turn)};
     runs[1] = (run){(first > turn ? first : turn) - turn, end - turn};
@@ -308,14 +311,15 @@ static void window_gradients(window *v, int64_t g, int64_t n) {
 
 static void window_of_head(window *v, int is_backward) {
     work *w = &v->w;
-    int64_t ring = v->ring, queries = w->sizes->queries, keys = w->sizes->keys, before = keys - queries;
+    int64_t ring = v->ring, queries = w->sizes->queries, keys = w->sizes->keys;
+    int64_t before = w->sizes->causal ? keys - queries : v->window / 2;
     int64_t last = (queries - 1) / BLOCK * BLOCK;
     w->next_offset =
         -BLOCK; /* nothing comes after the sinks; what their block has beyond the columns, the places overwrite */
     for (int64_t n = 0; n < v->sinks; n += BLOCK) load_places(v, SINK_KEY, n, v->sinks, ring + n);
     w->next_offset = BLOCK;
     for (int64_t n = 0; n < queries; n += BLOCK) {
-        v->begin = (n + BLOCK) % ring;
+        v->begin = (n + BLOCK) % ring, v->low = ring - BLOCK - n - before, v->high = v->low + keys;
         for (int64_t place = n ? n : n - ring + BLOCK; place <= n; place += BLOCK)
             load_places(v, KEY, place + before, keys, (place + ring) % ring);
         w->tokens = queries - n < BLOCK ? queries - n : BLOCK;
@@ -342,8 +346,9 @@ static int run_window(const sizes *s, const tensor *x, int is_backward) {
     v->blocks = (v->window + 2 * BLOCK - 2) / BLOCK, v->ring = v->blocks * BLOCK;
     v->columns = v->ring + round_up(v->sinks);
     int64_t columns = v->columns + BLOCK, widest = w->input_row > w->value_row ? w->input_row : w->value_row;
-    int64_t floats = columns * (3 * w->input_row + 3 * w->value_row + 2 * BLOCK + 2) +
+    int64_t floats = columns * (2 * w->input_row + w->value_row + BLOCK + 2) +
                      BLOCK * (4 * w->input_row + 2 * w->value_row + widest);
+    if (is_backward) floats += columns * (w->input_row + 2 * w->value_row + BLOCK);
     void *memory;
     if (posix_memalign(&memory, 64, 4 * floats + 1024)) return 1;
     char *m = memory;
@@ -357,8 +362,10 @@ static int run_window(const sizes *s, const tensor *x, int is_backward) {
     v->key = allocate(&m, columns * w->input_row), v->key_t = allocate(&m, columns * w->input_row),
     v->scores = allocate(&m, columns * BLOCK);
     v->value = allocate(&m, columns * w->value_row), v->hidden = allocate(&m, columns), w->ones = allocate(&m, columns);
-    v->grad_key = allocate(&m, columns * w->input_row), v->grad_value = allocate(&m, columns * w->value_row);
-    v->pairs = allocate(&m, columns * BLOCK), v->value_t = is_backward ? allocate(&m, columns * w->value_row) : NULL;
+    if (is_backward) {
+        v->grad_key = allocate(&m, columns * w->input_row), v->grad_value = allocate(&m, columns * w->value_row);
+        v->pairs = allocate(&m, columns * BLOCK), v->value_t = allocate(&m, columns * w->value_row);
+    }
     for (int64_t j = 0; j < columns; j++) w->ones[j] = 1;
     for (int64_t i = s->start; i < s->stop; i++) {
         w->batch = i / s->heads, w->head = i % s->heads;

@@ -131,7 +131,7 @@ def convert(
         max_position_embeddings: the number of tokens of the longest input, for a model with learned positions; its
             table of positions is extended by the old ones, again and again (`position_extension.py`).
         **linear_attention: `mechanism`, `layers` and the options of the mechanism; see `LinearAttentionSettings`. The
-            default is `hybrid`, with sizes for decoders or for encoders (`default_settings.py`). The mechanism and its
+            default is `hybrid`, and `window` for encoders (`default_settings.py`). The mechanism and its
             options may differ by layer, as in `mechanism={"0-3": "hybrid", "4-": "linear"}` and
             `window_size={"0-1": 64, "2-3": 16}`; see `layer_ranges`.
 

@@ -13,7 +13,7 @@ def register_kernels() -> None:
     from .cpu import in_large_pages
     from .delta import check_arguments, delta, delta_step
     from .fla import gpu_kernel
-    from .hybrid import hybrid, hybrid_step, window
+    from .hybrid import hybrid, hybrid_step, window, window_both_ways
     from .operators import attention, attention_step, elu_plus_one, makes_features, slot_attention
 
     functions: dict[str, Any] = {
@@ -31,5 +31,6 @@ def register_kernels() -> None:
         "makes_features": makes_features,
         "slot_attention": slot_attention,
         "window": window,
+        "window_both_ways": window_both_ways,
     }
     register_implementations(3, functions)

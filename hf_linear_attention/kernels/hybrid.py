@@ -80,7 +80,7 @@ from .operators import (
 
 WINDOW = (
     "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor sink_key, Tensor sink_value, Tensor seen, "
-    "Tensor? sink_query, float scaling"
+    "Tensor? sink_query, float scaling, int window"
 )
 
 STEP = (
@@ -122,11 +122,32 @@ def window(
         and not needs_plain(query)
         and (torch.compiler.is_compiling() or takes_attention(query, key, value, visible, 1))
     ):
-        output, size, largest = OPERATORS.window_attention(*given, scaling)
+        output, size, largest = OPERATORS.window_attention(*given, scaling, 0)
         return output.transpose(1, 2).unflatten(1, (key.shape[1], -1)), size, largest
-    check_window(*given)
+    check_window(0, *given)
     check_shape("log_decay", log_decay, (key.shape[1],), like=query)
     return None
+
+
+def window_both_ways(tensors: Sequence[Any], scaling: float, size: int) -> Tensor | None:
+    """The operator `window_attention` for queries that see `size` - 1 places on either side, if C takes these tensors.
+
+    Args:
+        tensors: those of `torch_kernels.window.plain_window`, with one key for every query.
+
+    Returns:
+        The output `[B, N, H, W]` in the accumulation dtype, or None.
+
+    Raises:
+        ValueError: if the shapes, dtypes or devices do not match.
+    """
+    query, key, value, visible, *_ = tensors
+    if needs_plain(query) or not takes_attention(query, key, value, visible, 1):
+        return None
+    has_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    attend = OPERATORS.window_attention
+    attend = attend if has_gradient else without_dispatcher(attend, _window)
+    return attend(*tensors, scaling, size)[0]
 
 
 def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State] | None:
@@ -180,15 +201,16 @@ def _window(
     seen: Tensor,
     sink_query: Tensor | None,
     scaling: float,
+    window: int,
 ) -> tuple[Tensor, ...]:
     given = (query, key, value, visible, sink_key, sink_value, seen, sink_query)
-    width = check_window(*given)
+    width = check_window(window, *given)
     if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
-        return tuple(x.contiguous() for x in _window_in_torch(*given, scaling))
+        return tuple(x.contiguous() for x in _window_in_torch(*given, scaling, window))
     output, size, largest = _new_window_outputs(*given)
     arguments = _window_arguments(scaling, *given)
     results = (grouped(in_large_pages(output).transpose(1, 2), key.shape[1]), size, largest)
-    run_attention("window_forward", (width, sink_key.shape[2], True), (*arguments, None, None, *results))
+    run_attention("window_forward", (width, sink_key.shape[2], not window), (*arguments, None, None, *results))
     return output, size, largest
 
 
@@ -199,7 +221,10 @@ def _takes_window(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, *s
 
 def _window_in_torch(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The operator in torch, with results in its layout."""
-    output, size, largest = plain_window(*given)
+    query, key, value, visible, *others, window = given
+    beside = max(0, window - 1)
+    key, value = (F.pad(x, (0, 0, beside, beside)) for x in (key, value))
+    output, size, largest = plain_window(query, key, value, F.pad(visible, (beside, beside)), *others)
     return output.flatten(1, 2).transpose(1, 2), size, largest
 
 
@@ -212,19 +237,19 @@ def _new_window_outputs(query: Tensor, key: Tensor, value: Tensor, *others: Any)
 
 
 def _fake_window(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    check_window(*given[:8])
+    check_window(given[9], *given[:8])
     return _new_window_outputs(*given)
 
 
 def _window_backward(grad_output: Tensor | None, grad_size: Tensor | None, *given: Any) -> list[Tensor]:
-    *inputs, scaling, output, size = given
-    width = check_window(*inputs)
+    *inputs, scaling, window, output, size = given
+    width = check_window(window, *inputs)
     query, key, value, visible, sink_key, sink_value, _, sink_query = inputs
     made = _new_window_outputs(query.to("meta"), key.to("meta"), value.to("meta"))[:2]
     check_results(query, (*made, *made), grad_output=grad_output, grad_log_size=grad_size, output=output, log_size=size)
     if not _takes_window(query, key, value, visible, sink_key, sink_value, sink_query):
         grads = gradients_in_torch(
-            lambda *x: _window_in_torch(*x, scaling), inputs, (True,) * 8, (grad_output, grad_size, None)
+            lambda *x: _window_in_torch(*x, scaling, window), inputs, (True,) * 8, (grad_output, grad_size, None)
         )
         return [grads[place].contiguous() for place in (0, 1, 2, 4, 5, 7)]
     kv_heads = key.shape[1]
@@ -240,14 +265,16 @@ def _window_backward(grad_output: Tensor | None, grad_size: Tensor | None, *give
     results = (grouped(output.transpose(1, 2), kv_heads), size, None)
     incoming = (grad_output, None if grad_size is None else grad_size.contiguous())
     run_attention(
-        "window_backward", (width, sink_key.shape[2], True), (*arguments, None, None, *results, *incoming, *computed)
+        "window_backward",
+        (width, sink_key.shape[2], not window),
+        (*arguments, None, None, *results, *incoming, *computed),
     )
     return [*grads, or_nothing(grad_sink_query, query)]
 
 
 def _fake_window_backward(grad_output: Tensor | None, grad_size: Tensor | None, *given: Any) -> list[Tensor]:
     query, key, value, _, sink_key, sink_value, _, sink_query = given[:8]
-    check_window(*given[:8])
+    check_window(given[9], *given[:8])
     grads = [x.new_empty(x.shape) for x in (query, key, value, sink_key, sink_value)]
     return [*grads, query.new_empty(0) if sink_query is None else sink_query.new_empty(sink_query.shape)]
 
@@ -258,11 +285,11 @@ def _differentiate_window(
     *inputs, output, size = ctx.saved_tensors
     if torch.is_grad_enabled():
         incoming = (grad_output, grad_size, None)
-        return *gradients_with_graph(lambda *x: _window_in_torch(*x, *ctx.how), inputs, incoming), None
+        return *gradients_with_graph(lambda *x: _window_in_torch(*x, *ctx.how), inputs, incoming), None, None
     found = OPERATORS.window_attention_backward(grad_output, grad_size, *inputs, *ctx.how, output, size)
     query, key, value, sink_key, sink_value, sink_query = found
     grads = (query, key, value, None, sink_key, sink_value, None, sink_query if inputs[7] is not None else None)
-    return *grads, None
+    return *grads, None, None
 
 
 def _window_arguments(
@@ -380,6 +407,7 @@ def _fake_hybrid_step_(*given: Any) -> Tensor:
 
 
 def check_window(
+    window: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -391,11 +419,19 @@ def check_window(
 ) -> int:
     """Check the arguments of the operator `window_attention` and return the number of keys that a query sees.
 
+    With a `window` above 0, there is a key for every query, which sees window - 1 places on either side of its own.
+    With 0, query t sees the keys from t on, as `torch_kernels.window.NearKeys` has them.
+
     Raises:
         ValueError: for the first invalid argument.
     """
     batch, _, kv_heads = check_heads(query, key, value)
     length, places = query.shape[2], key.shape[2]
+    if window < 0 or (window and places != length):
+        raise ValueError(
+            f"Got a window of {window} for {length} queries and {places} keys; with one above 0, there is "
+            "a key for every query, and 0 stands for keys that are padded."
+        )
     if places < max(length, 1):
         raise ValueError(f"Got {places} keys for {length} queries; every query needs at least one key of its own.")
     check_shape("query", query, (*query.shape[:3], key.shape[3]), like=query)
@@ -407,7 +443,7 @@ def check_window(
     check_shape("sink_query", sink_query, tuple(query.shape), like=query)
     if visible.dtype != torch.bool or seen.dtype != torch.bool:
         raise ValueError(f"`visible` and `seen` are {visible.dtype} and {seen.dtype}; both must be bool.")
-    return places - length + 1
+    return 2 * window - 1 if window else places - length + 1
 
 
 def check_hybrid_step(
@@ -877,7 +913,7 @@ def check_joint(given: Given, turns_keys: bool = True) -> int:
         ValueError: for the first invalid argument.
     """
     query, key, window = given.query, given.key, given.window
-    check_window(*given[:7], None)
+    check_window(0, *given[:7], None)
     heads, length, rows = query.shape[1], query.shape[2], key.shape[2]
     if (
         window < 1

@@ -33,8 +33,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..positions.rotary import RotaryShift, alibi_of
-from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulated, accumulation_dtype, is_eager, is_free, shown, with_dtype
-from ..torch_kernels.window import NearKeys, Part, SinkKeys, exact_part, join
+from ..torch_kernels.blocks import (
+    EMPTY_MAXIMUM,
+    accumulated,
+    accumulation_dtype,
+    is_eager,
+    is_free,
+    needs_plain,
+    shown,
+    with_dtype,
+)
+from ..torch_kernels.implementations import implemented
+from ..torch_kernels.window import NearKeys, Part, SinkKeys, dense_attention, exact_part, join
 from .base import (
     AttentionMechanism,
     LayerShape,
@@ -474,13 +484,18 @@ QUERIES_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class SplitTokens:
-    """The inputs of a mechanism, whose padding is read as if it was on the left."""
+    """The inputs of a mechanism, whose padding is read as if it was not between tokens."""
 
     inputs: MechanismInputs
     order: Tensor | None  # [B, N], the tokens from left to right; None as they are
     mask: Tensor  # bool [B, N], like all others below from left to right
     position: Tensor  # [B, N], of each token among the real ones, from 1
     kind: Tensor  # [B, N]
+
+    def sees(self, num_sinks: int) -> Tensor:
+        """Which of the first global tokens there are, `[B, 1, s]`."""
+        numbers = torch.arange(num_sinks, dtype=torch.long, device=self.position.device)
+        return numbers < self.position[:, -1:, None]
 
     def part(self, x: Tensor, places: slice) -> Tensor:
         """The tokens at `places` of `x [B, heads, N, D]`, from left to right."""
@@ -525,41 +540,117 @@ def attend_both_ways(mechanism: Any, inputs: MechanismInputs) -> Tensor:
     """
     if mechanism.alibi is not None:
         raise NotImplementedError(f"{type(mechanism).__name__} has no bidirectional form with ALiBi.")
+    if not mechanism.has_sums and _is_short(mechanism, inputs):
+        return _attend_to_all(mechanism, inputs)
     tokens = _ordered(inputs, mechanism.num_sinks)
-    chunks = _chunks(inputs.query, mechanism.window_size)
-    sinks, sink_query = _sinks_of(tokens, mechanism.num_sinks)
-    sink_rows = _rows_of_sinks(mechanism, sink_query, tokens, chunks) if mechanism.num_sinks else None
-    # The sums of the keys after the window of each chunk's last query, from the last chunk to the first.
+    places, is_there = _places_of_sinks(tokens, mechanism.num_sinks)
+    sink_query, *sinks = (gather_tokens(x, places) * is_there[:, None, :, None].to(x.dtype) for x in inputs[:3])
+    outputs = OutputParts(inputs.query, tokens.order)
+    whole = None if mechanism.has_sums else _attend_at_once(mechanism, tokens, tuple(sinks))
+    chunks = _chunks(inputs.query, mechanism.window_size) if whole is None else []
+    if whole is not None:
+        outputs.append(_without_padding(whole, tokens, slice(None)))
+    excess = _excess(mechanism, tokens)
+    before: Tensor | None = None
+    for chunk, after in zip(chunks, _sums_after(mechanism, tokens, chunks)):
+        output, before = _attend_chunk(mechanism, tokens, chunk, tuple(sinks), before, after, excess)
+        outputs.append(_without_padding(output.transpose(1, 2), tokens, chunk))
+    output = outputs.joined()
+    if not sink_query.shape[2]:
+        return output
+    rows = _rows_of_sinks(mechanism, sink_query, tokens)
+    rows = (rows * is_there[:, None, :, None]).transpose(1, 2).to(output.dtype)
+    index = places[:, :, None, None].expand_as(rows)
+    return output.scatter(1, index, rows) if torch.is_grad_enabled() else output.scatter_(1, index, rows)
+
+
+def _is_short(mechanism: Any, inputs: MechanismInputs) -> bool:
+    """Whether so many tokens are within the window that softmax over all of them is the fastest way."""
+    query = inputs.query
+    if needs_plain(query) or is_free(query.shape[2]) or query.shape[2] > 2 * mechanism.window_size:
+        return False
+    return mechanism.move_to_sinks(query, inputs.positions) is None
+
+
+def _attend_to_all(mechanism: Any, inputs: MechanismInputs) -> Tensor:
+    """The output `[B, N, H, D]` from the weights of all pairs of tokens."""
+    query, key, value, mask = inputs[:4]
+    length, w, visible = query.shape[2], mechanism.window_size, None
+    if mask is not None:
+        key, value = (shown(x, mask) for x in (key, value))
+        visible = (mask | ~mask.any(dim=1, keepdim=True))[:, None, None]
+    if length > w:
+        band = _band(mechanism, mask, query)
+        visible = band if visible is None else band & visible
+    output = dense_attention(query, key, value, visible, inputs.scaling).transpose(1, 2)
+    return output if mask is None else output.masked_fill(~mask[:, :, None, None], 0.0)
+
+
+def _band(mechanism: Any, mask: Tensor | None, query: Tensor) -> Tensor:
+    """Which tokens see which: bool `[B, 1, N, N]`, or without padding the addend of their logits, `[1, 1, N, N]`."""
+    length, w, s = query.shape[2], mechanism.window_size, mechanism.num_sinks
+    if mask is None:
+        diagonals = query.new_zeros(2 * length - 1)
+        diagonals[: length - w] = diagonals[length + w - 1 :] = float("-inf")
+        band = diagonals.unfold(0, length, 1).flip(0)
+        band[:s] = band[:, :s] = 0.0
+        return band[None, None]
+    position = mask.cumsum(dim=1, dtype=torch.int32)
+    is_global = position <= s
+    near = (position.unsqueeze(2) - position.unsqueeze(1)).abs_() < w
+    return (near | is_global.unsqueeze(1) | is_global.unsqueeze(2)).unsqueeze(1)
+
+
+def _attend_at_once(mechanism: Any, tokens: SplitTokens, sinks: tuple[Tensor, ...]) -> Tensor | None:
+    """The output `[B, N, H, D]` for the window and the global keys, if one kernel computes it, or None."""
+    query = tokens.inputs.query
+    if not is_eager(query):
+        return None
+    length = query.shape[2]
+    inputs = tokens.queries_at(slice(0, length))
+    key, value = (tokens.part(x, slice(0, length)) for x in tokens.inputs[1:3])
+    seen = tokens.sees(sinks[0].shape[2]).expand(-1, length, -1)
+    given = inputs.query, key, value, tokens.kind == ORDINARY, *sinks, seen, mechanism.sink_query(inputs)
+    return implemented("window_both_ways", given, inputs.scaling, mechanism.window_size)
+
+
+def _without_padding(output: Tensor, tokens: SplitTokens, chunk: slice) -> Tensor:
+    """The output `[B, C, H, D]` with 0 for padding."""
+    if tokens.inputs.attention_mask is None:
+        return output
+    return output.masked_fill(~tokens.mask[:, chunk, None, None], 0.0)
+
+
+def _sums_after(mechanism: Any, tokens: SplitTokens, chunks: list[slice]) -> list[Tensor | None]:
+    """The sums of the keys after the window of each chunk's last query, which are found from the last chunk on."""
     after: list[Tensor | None] = [None]
+    w = mechanism.window_size
     for chunk in reversed(chunks[1:]):
-        w = mechanism.window_size
+        if not mechanism.has_sums:
+            return [None] * len(chunks)
         line = tokens.line(chunk.start + w, chunk.stop + w, mechanism.keeps_positions).flipped()
         turned = flipped(tokens.queries_at(chunk))
         after.append(mechanism.sums_behind(turned, line, line.kind == ORDINARY, after[-1]))
-    before: Tensor | None = None
-    excess = _excess(mechanism, tokens)
-    outputs = OutputParts(inputs.query, tokens.order)
-    for chunk, sums in zip(chunks, reversed(after)):
-        output, before = _attend_chunk(mechanism, tokens, chunk, sinks, before, sums, excess)
-        if sink_rows is not None:
-            places = (tokens.position[:, chunk] - 1).clamp(0, mechanism.num_sinks - 1)
-            is_sink = (tokens.kind[:, chunk] == SINK)[:, None, :, None]
-            output = torch.where(is_sink, gather_tokens(sink_rows.to(output.dtype), places), output)
-        if tokens.order is not None:
-            output = output.masked_fill(~tokens.mask[:, None, chunk, None], 0.0)
-        outputs.append(output.transpose(1, 2))
-    return outputs.joined()
+    return after[::-1]
 
 
 def _ordered(inputs: MechanismInputs, num_sinks: int) -> SplitTokens:
     mask, key = inputs.attention_mask, inputs.key
-    order = None if mask is None else real_first(~mask)
-    if mask is None or order is None:
+    order = None if mask is None or _is_in_one_piece(mask) else real_first(~mask)
+    if mask is None:
         mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
-    else:
+    elif order is not None:
         mask = mask.gather(1, order)
     position = mask.cumsum(dim=1)
     return SplitTokens(inputs, order, mask, position, kind_of(mask, position, num_sinks))
+
+
+def _is_in_one_piece(mask: Tensor) -> bool:
+    """Whether no padding is between tokens, so that they can stay where they are; False where asking costs too much."""
+    if mask.device.type != "cpu" or not is_eager(mask):
+        return False
+    starts = (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1) + mask[:, 0]
+    return bool((starts <= 1).all())
 
 
 def _chunks(query: Tensor, window_size: int) -> list[slice]:
@@ -581,23 +672,29 @@ def _excess(mechanism: Any, tokens: SplitTokens) -> Tensor | None:
     return (count / mechanism.trained_length).clamp(min=1).log()[:, :, None, None, None]
 
 
-def _sinks_of(tokens: SplitTokens, num_sinks: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The keys and values of the global tokens, `[B, Hkv, s, D]`, and their queries `[B, H, s, D]`."""
-    numbers = torch.arange(num_sinks, dtype=torch.long, device=tokens.position.device)
-    length, count = tokens.position.shape[1], tokens.position[:, -1:]
-    places = (length - count + numbers).clamp(max=length - 1)
-    places = places if tokens.order is None else tokens.order.gather(1, places)
-    is_there = (numbers < count)[:, None, :, None]
-    query, key, value = (gather_tokens(x, places) * is_there.to(x.dtype) for x in tokens.inputs[:3])
-    return (key, value), query
+def _places_of_sinks(tokens: SplitTokens, num_sinks: int) -> tuple[Tensor, Tensor]:
+    """The places of the global tokens among the inputs, and whether each is there, both `[B, s]`.
+
+    The place of one that is missing is that of some padding. There are no more of them than tokens.
+    """
+    length = tokens.kind.shape[1]
+    s = torch.sym_min(num_sinks, length) if is_free(length) else min(num_sinks, length)
+    numbers = torch.arange(s, dtype=torch.long, device=tokens.position.device)
+    is_there = numbers < tokens.position[:, -1:]
+    first = tokens.mask.to(torch.int8).argmax(dim=1, keepdim=True)
+    places = (first + numbers) % length
+    return places if tokens.order is None else tokens.order.gather(1, places), is_there
 
 
-def _rows_of_sinks(mechanism: Any, query: Tensor, tokens: SplitTokens, chunks: list[slice]) -> Tensor:
+def _rows_of_sinks(mechanism: Any, query: Tensor, tokens: SplitTokens) -> Tensor:
     """Exact attention of the global tokens `[B, H, s, D]` to every key, `[B, H, s, W]`."""
     found: list[Part] = []
     inputs = tokens.inputs
+    is_plain = inputs.attention_mask is None and not torch.is_grad_enabled()
+    if is_plain and mechanism.move_to_sinks(inputs.key, inputs.positions) is None:
+        return dense_attention(query, inputs.key, inputs.value, None, inputs.scaling)
     rows = accumulated(query).unflatten(1, (inputs.key.shape[1], -1)).flatten(2, 3) * inputs.scaling  # [B, Hkv, G s, D]
-    for chunk in chunks:
+    for chunk in _chunks(inputs.query, mechanism.window_size):
         key, value = (accumulated(tokens.part(x, chunk)) for x in (inputs.key, inputs.value))
         mask = tokens.mask[:, chunk]
         # Keys move instead of these queries, because only the distance matters.
@@ -628,14 +725,15 @@ def _attend_chunk(
     length, w, inputs = chunk.stop - chunk.start, mechanism.window_size, tokens.queries_at(chunk)
     line = tokens.line(chunk.start - w, chunk.stop + w, mechanism.keeps_positions)
     to_far, to_near = line.ranges(length, slice(1, length + 2 * w - 1))
-    behind, before = mechanism.parts_behind(inputs, to_far, to_far.kind == ORDINARY, before)
-    later = line.flipped().at(slice(length))
-    ahead, _ = mechanism.parts_behind(flipped(inputs), later, later.kind == ORDINARY, after)
-    behind = [*behind, *((output.flip(3), size.flip(3)) for output, size in ahead)]
+    behind: list[Part] = []
+    if mechanism.has_sums:
+        behind, before = mechanism.parts_behind(inputs, to_far, to_far.kind == ORDINARY, before)
+        later = line.flipped().at(slice(length))
+        ahead, _ = mechanism.parts_behind(flipped(inputs), later, later.kind == ORDINARY, after)
+        behind = [*behind, *((output.flip(3), size.flip(3)) for output, size in ahead)]
     if excess is not None:
         behind = [(output, size - excess) for output, size in behind]
     near = NearKeys(to_near.key, to_near.value, to_near.kind == ORDINARY, w - 1)
-    numbers = torch.arange(mechanism.num_sinks, dtype=torch.long, device=tokens.position.device)
-    seen = (numbers < tokens.position[:, -1:, None]).expand(-1, length, -1)
+    seen = tokens.sees(sinks[0].shape[2]).expand(-1, length, -1)
     position = tokens.position[:, chunk]
     return mechanism.attend_near_and_far(inputs, near, sinks, seen, position, behind), before

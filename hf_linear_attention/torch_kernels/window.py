@@ -276,18 +276,36 @@ def slot_attention(
     """
     if (found := implemented("slot_attention", query, key, value, visible, scaling)) is not None:
         return found
-    groups, dtype = query.shape[1] // key.shape[1], query.dtype
-    wide = functools.reduce(torch.promote_types, (key.dtype, value.dtype), dtype)
-    query, key, value = (with_dtype(x, wide) for x in (query, key, value))
     if visible is not None:
         key, value = (torch.where(visible.unsqueeze(3), x, 0.0) for x in (key, value))
-        visible = visible | ~visible.any(dim=-1, keepdim=True)
-        visible = (visible.repeat_interleave(groups, dim=1) if visible.shape[1] > 1 else visible).unsqueeze(2)
+        visible = (visible | ~visible.any(dim=-1, keepdim=True)).unsqueeze(2)
+    return dense_attention(query, key, value, visible, scaling)
+
+
+def dense_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """softmax(scaling q k^T) v, `[B, H, N, W]`, by torch's fused kernel. Hidden keys and values must be finite.
+
+    Args:
+        query: `[B, H, N, D]`.
+        key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, W]`.
+        visible: bool `[B or 1, Hkv or 1, N or 1, S]`, True at least once in every row, or the addend of the logits,
+            whose dtype is the query's; None for all keys.
+    """
+    groups, dtype = query.shape[1] // key.shape[1], query.dtype
+    if not dtype == key.dtype == value.dtype:
+        wide = functools.reduce(torch.promote_types, (key.dtype, value.dtype), dtype)
+        query, key, value = (with_dtype(x, wide) for x in (query, key, value))
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        if visible is not None and visible.shape[1] > 1:
+            visible = visible.repeat_interleave(groups, dim=1)
     if torch._C._functorch.maybe_current_level() is None:
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
         return with_dtype(output, dtype)
     logits = (query * scaling) @ key.transpose(-1, -2)  # the fused kernel has no forward derivatives
-    logits = logits if visible is None else logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
+    if visible is not None:
+        is_bool = visible.dtype == torch.bool
+        logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min) if is_bool else logits + visible
     return with_dtype(logits.softmax(dim=-1) @ value, dtype)

@@ -90,11 +90,11 @@ def test_the_default_settings_are_those_of_the_preset():
 
 
 def test_without_a_mechanism_the_family_decides(llama, bert, tmp_path):
-    for folder, sinks, word in ((llama, 4, "decoders"), (bert, 1, "encoders")):
+    for folder, mechanism, sinks, word in ((llama, "hybrid", 4, "decoders"), (bert, "window", 1, "encoders")):
         settings = convert(str(folder)).config.linear_attention
-        assert (settings["mechanism"], settings["num_sinks"]) == ("hybrid", sinks)
+        assert (settings["mechanism"], settings["num_sinks"]) == (mechanism, sinks)
         _, out, _ = run("--model_name_or_path", folder, "--dry_run")
-        assert out.startswith(f"No `--attention` was given: `hybrid`, the default for {word}")
+        assert out.startswith(f"No `--attention` was given: `{mechanism}`, the default for {word}")
         assert "No `--attention`" not in run("--model_name_or_path", folder, "--dry_run", "--attention", "linear")[1]
     save_twin(tmp_path / "gpt2", "gpt2")  # no rotary positions
     assert convert(str(tmp_path / "gpt2")).config.linear_attention["rope"] == "before_map"

@@ -144,6 +144,13 @@ def window(t, options, constants):
     return seen_part(*results)
 
 
+def window_both_ways(t, options, constants):
+    """The operator, or in float64 the same keys with padding at both ends."""
+    tensors = [t.get(name) for name in WINDOW]
+    attend = kernels_hybrid._window_in_torch if "is_exact" in constants else OPERATORS.window_attention
+    return seen_part(*attend(*tensors, options["scaling"], options["window"]))
+
+
 def seen_part(output, size, largest):
     """Without the rows that see nothing, whose size is -1e30."""
     is_seen = largest > EMPTY_MAXIMUM / 2
@@ -415,11 +422,11 @@ def elu(t, options, constants):
 
 ENTRIES = {
     **{"attention": map_attention, "features": features, "step": step, "window": window, "joint": joint},
-    **{"exact": exact},
+    **{"exact": exact, "window_both_ways": window_both_ways},
     **{"slots": slots, "hybrid": hybrid, "elu": elu, "delta": delta, "delta_by_feature": delta},
     **{"delta_step": delta, "delta_step_by_feature": delta},
 }
-HAVE_GRADIENTS = ("attention", "features", "window", "joint", "delta", "delta_by_feature")
+HAVE_GRADIENTS = ("attention", "features", "window", "window_both_ways", "joint", "delta", "delta_by_feature")
 ONLY_IN_C = ("hybrid", "joint", "exact", "elu")
 
 

@@ -42,6 +42,16 @@ SPECIFICATIONS = {
         "seen": "BNs",
         "sink_query": "BHND",
     },
+    "window_both_ways": {
+        "query": "BHND",
+        "key": "BKND",
+        "value": "BKNW",
+        "visible": "BN",
+        "sink_key": "BKsD",
+        "sink_value": "BKsW",
+        "seen": "BNs",
+        "sink_query": "BHND",
+    },
     "joint": {
         "query": "BHND",
         "key": "BKLD",
@@ -217,6 +227,7 @@ class Maker:
         """The next one; of three, one does not fit."""
         weights = {"attention": 9, "features": 3, "step": 3, "window": 5, "slots": 4, "hybrid": 3, "elu": 1, "delta": 5}
         weights |= {"delta_by_feature": 3, "delta_step": 1, "delta_step_by_feature": 1, "joint": 5, "exact": 3}
+        weights |= {"window_both_ways": 4}
         kind = self.random.choices(list(weights), weights.values())[0]
         is_causal = kind in ("step", "hybrid", "joint", "exact") or kind.startswith("delta") or self.chance(0.6)
         options: dict[str, Any] = {"function": self.pick((EXP, PLAIN, HEDGEHOG, ELU_PLUS_ONE)), "is_causal": is_causal}
@@ -234,6 +245,8 @@ class Maker:
         if kind in ("exact", "hybrid"):
             options["turns"] = self.turns(sizes["D" if kind == "exact" else "E"], "position" in names)
             options["number"] = sizes["M"]
+        if kind == "window_both_ways":
+            options["window"], sizes["N"] = self.pick((1, 2, 5, 16, 17, 33, 70)), max(1, sizes["N"])
         function, is_affine = options["function"], "key_weight" in names
         columns = sizes["C"] if is_affine else sizes["D"]
         if kind in ("attention", "joint", "exact", "hybrid"):

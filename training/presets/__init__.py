@@ -45,8 +45,9 @@ class Stage:
 class Preset:
     """A preset; `stages` are by task.
 
-    `settings` are those of `config.linear_attention` for decoders (`causal`), for encoders (`bidirectional`), and for
-    models whose cross-attention is converted too (`cross_attention`, if the mechanism of the others has no such form).
+    `settings` are those of `config.linear_attention` for decoders (`causal`), for encoders (`bidirectional`), for
+    encoder-decoders (`encoder_decoder`, if they do not get those of encoders), and for models whose cross-attention is
+    converted too (`cross_attention`, if the mechanism of the others has no such form).
     """
 
     name: str
@@ -55,6 +56,12 @@ class Preset:
     tokens: int
     settings: dict[str, dict[str, Any]]
     stages: dict[str, list[Stage]]
+
+
+def settings_for(preset: Preset, direction: str) -> dict[str, Any] | None:
+    """The settings of a preset for models of a direction; None if it has none."""
+    found = preset.settings.get(direction)
+    return preset.settings.get("bidirectional") if found is None and direction == "encoder_decoder" else found
 
 
 def preset_names() -> list[str]:
