@@ -41,8 +41,8 @@ LogitRows = Callable[[Tensor], Tensor | TopLogits]
 """A function from row numbers [r] to logits [r, V]."""
 
 CHUNK_ELEMENTS = 2**24  # logits per chunk at most, which is 64 MiB per float32 copy
-# A chunk has about ten copies at its peak, while the student's activations and two tensors [R, V] are in memory. So they
-# take less than one more such tensor, unless that is too small to matter.
+# A chunk has about ten copies at its peak, while the student's activations and two tensors [R, V] are in memory. So
+# they take less than one more such tensor, unless that is too small to matter.
 PARTS, FEW_ELEMENTS = 16, 2**18
 
 ONE_DERIVATIVE = (
