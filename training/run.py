@@ -203,8 +203,8 @@ def _train(
     inputs = _train_inputs(context, examples)
     if recipe.imitates:
         disable_dropout(context.student)
-    if recipe.optimization.gradient_checkpointing:
-        checkpoint_gradients(context.student)
+    if recipe.optimization.gradient_checkpointing and not any(o.observes_attention for _, o in objectives.values()):
+        checkpoint_gradients(context.student)  # attention transfer keeps no activations that could be recomputed
     loop = TrainingLoop(context, inputs, objectives)
     # Dropout differs between processes; new heads, which exist already, do not.
     set_seed(recipe.run.seed + accelerator.process_index)

@@ -123,17 +123,22 @@ def test_a_family_without_the_interface_is_refused():
         convert(transformers.MPNetModel(transformers.MPNetConfig(**sizes, intermediate_size=16)))
 
 
-def test_training_moves_the_mechanism_and_the_base_and_checkpointing_agrees():
+EXACT_KEYS = {"mechanism": "hybrid", "window_size": 4, "num_features": 8, "num_exact_keys": 3}
+
+
+@pytest.mark.parametrize("settings", [{"mechanism": "linear"}, {"mechanism": "gated_delta"}, EXACT_KEYS])
+def test_training_moves_the_mechanism_and_the_base_and_checkpointing_agrees(settings):
     losses, gradients = [], []
     for checkpointing in (False, True):
-        model = convert(stock_model("llama"), mechanism="linear").train()
+        model = convert(stock_model("llama"), **settings).train()
         if checkpointing:
             model.gradient_checkpointing_enable()
         ids = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(5))
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         losses.append(loss.item())
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
+        # Scores only choose keys, which has no gradient.
+        gradients.append({name: p.grad for name, p in model.named_parameters() if "score" not in name})
         assert all(g is not None and g.abs().sum() > 0 for g in gradients[-1].values())
     assert losses[0] == losses[1]
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])

@@ -34,7 +34,8 @@ TRANSFER = ["--attention_transfer_weight", 1, "--trainable", "mechanism"]
 def test_recomputed_activations_change_nothing(
     objectives: list[Any], finetune, causal: list[Any], llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit, because recomputation does the same operations; and no layer is seen twice."""
+    """Bit by bit, because recomputation does the same operations. Attention transfer sees every layer once, and keeps
+    nothing that could be recomputed."""
     observed: list[int] = []
     total = AttentionTransfer.total
 
@@ -51,12 +52,11 @@ def test_recomputed_activations_change_nothing(
     plain = finetune(*causal, *objectives, *teacher, output_dir=tmp_path / "plain")
     assert not recomputed
     lean = finetune(*causal, *objectives, *teacher, "--gradient_checkpointing", output_dir=tmp_path / "lean")
-    assert len(recomputed) == 4 * 2  # steps x layers
+    assert len(recomputed) == (4 * 2 if objectives is DISTILLATION else 0)  # steps x layers
     for mine, yours in zip(lean, plain, strict=True):
         assert {**mine, "tokens_per_second": 0} == {**yours, "tokens_per_second": 0}
     assert not changed(tmp_path / "plain", tmp_path / "lean")
-    assert set(observed) <= {2}
-    assert bool(observed) == (objectives is TRANSFER)
+    assert observed == ([1] * (2 * 4 * 2) if objectives is TRANSFER else [])  # runs x steps x layers
 
 
 def test_frozen_parameters_stay(finetune, causal: list[Any], student: Path, tmp_path: Path, capsys) -> None:

@@ -40,7 +40,10 @@ class TopLogits:
 LogitRows = Callable[[Tensor], Tensor | TopLogits]
 """A function from row numbers [r] to logits [r, V]."""
 
-CHUNK_ELEMENTS = 2**24  # logits per chunk, which is 64 MiB per float32 copy
+CHUNK_ELEMENTS = 2**24  # logits per chunk at most, which is 64 MiB per float32 copy
+# A chunk has about ten copies at its peak, while the student's activations and two tensors [R, V] are in memory. So
+# they take less than one more such tensor, unless that is too small to matter.
+PARTS, FEW_ELEMENTS = 16, 2**18
 
 ONE_DERIVATIVE = (
     "The chunked KL of logits can be differentiated once, by `backward()` or `torch.autograd.grad()`: it has no second "
@@ -117,12 +120,13 @@ def chunked_kl(
         teacher: a function from row numbers [r] to logits [r, V].
         mask: bool [R].
         temperature: T.
-        chunk_rows: rows per chunk; by default as many as `CHUNK_ELEMENTS` allows.
+        chunk_rows: rows per chunk; by default a sixteenth of R, within `FEW_ELEMENTS` and `CHUNK_ELEMENTS`.
 
     Raises:
         NotImplementedError: in a backward pass with `create_graph=True`, which asks for a second derivative.
     """
     rows = mask.nonzero().squeeze(-1)
-    chunk_rows = chunk_rows or max(1, CHUNK_ELEMENTS // student.shape[-1])
+    elements = min(CHUNK_ELEMENTS, max(FEW_ELEMENTS, student.numel() // PARTS))
+    chunk_rows = chunk_rows or max(1, elements // student.shape[-1])
     is_trained = student.requires_grad and torch.is_grad_enabled()
     return _ChunkedKL.apply(student, teacher, rows, temperature, chunk_rows, is_trained)[0]

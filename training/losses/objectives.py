@@ -15,7 +15,7 @@ A new objective needs a class like those in `objectives.py`, a row in `OBJECTIVE
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -485,21 +485,15 @@ class StudentWithObjectives(nn.Module):
         An objective's term is its sum over the units, multiplied by its entry in `scales`; objectives on attention also
         have one figure per layer.
         """
-        student = self._observed(batch) if self.observes_attention else self._outputs(batch)
-        terms: dict[str, Tensor] = {}
-        of_layers: dict[str, Tensor] = {}
-        for name, (_, objective) in self.objectives.items():
-            total = objective.total(batch, student, teacher) * scales[name]
-            terms[name] = total.mean()
-            if total.dim():
-                layers = [call.module.linear_attention.shape.layer for call in student.attention]
-                errors = list(zip(layers, total.detach(), strict=True))
-                for layer in self.numbers:  # a layer that is called several times has several errors
-                    own = torch.stack([error for called, error in errors if called == layer])
-                    of_layers[f"{name}.layer_{layer}"] = own.mean()
-        loss: Any = sum(weight * terms[name] for name, (weight, _) in self.objectives.items())
-        figures = {LOSS: loss.detach()} | {name: term.detach() for name, term in terms.items()}
-        return loss, figures | of_layers
+        if self.observes_attention:
+            return self._transferred(batch, scales)
+        student = self._outputs(batch)
+        terms = {name: o.total(batch, student, teacher) * scales[name] for name, (_, o) in self.objectives.items()}
+        loss = self._weighted(terms)
+        return loss, {LOSS: loss.detach()} | {name: term.detach() for name, term in terms.items()}
+
+    def _weighted(self, terms: dict[str, Tensor]) -> Tensor:
+        return cast(Tensor, sum(weight * terms[name] for name, (weight, _) in self.objectives.items()))
 
     def _outputs(self, batch: Batch) -> StudentOutputs:
         outputs = run_model(self.student, batch, self.layers)
@@ -509,12 +503,54 @@ class StudentWithObjectives(nn.Module):
             all_logits=logits_of(outputs, batch),
         )
 
-    def _observed(self, batch: Batch) -> StudentOutputs:
-        seen: list[ObservedAttention] = []
+    def _transferred(self, batch: Batch, scales: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and the figures of attention transfer, in which every layer is done with before the next one."""
+        layers: list[int] = []
+        losses: list[Tensor] = []
+        terms: dict[str, list[Tensor]] = {name: [] for name in self.objectives}
+
+        def observe(seen: ObservedAttention) -> None:
+            mechanism, own = seen.module.linear_attention, StudentOutputs(attention=(seen,))
+            parts = {name: o.total(batch, own, None)[0] * scales[name] for name, (_, o) in self.objectives.items()}
+            losses.append(differentiated(self._weighted(parts), mechanism.parameters()))
+            layers.append(mechanism.shape.layer)
+            for name, part in parts.items():
+                terms[name].append(part.detach())
+
         # Every layer learns on the activations of the softmax model, so nobody needs the output layer.
         needs_whole = self.note is not None or getattr(self.student.config, "is_encoder_decoder", False)
-        with observe_attention(self.student, seen.append):
+        with observe_attention(self.student, observe):
             outputs = run_model(self.student if needs_whole else self.student.base_model, batch, self.layers)
         if self.note is not None:
             self.note(batch, outputs, self.layers)
-        return StudentOutputs(attention=tuple(seen))
+        loss = torch.stack(losses).mean()
+        figures = {LOSS: loss.detach()}
+        for name, values in terms.items():
+            figures[name] = torch.stack(values).mean()
+            for layer in self.numbers:  # a layer that is called several times has several errors
+                own = torch.stack([value for called, value in zip(layers, values) if called == layer])
+                figures[f"{name}.layer_{layer}"] = own.mean()
+        return loss, figures
+
+
+def differentiated(loss: Tensor, parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The same loss, whose gradients of `parameters` are computed at once, so that what they need can be freed."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained or not loss.requires_grad:
+        return loss.detach()
+    found = zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True)
+    used = {parameter: gradient for parameter, gradient in found if gradient is not None}
+    return _Differentiated.apply(loss.detach(), list(used.values()), *used)
+
+
+class _Differentiated(torch.autograd.Function):
+    """A loss with its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(gradient * grad_outputs[0] for gradient in ctx.gradients)

@@ -31,6 +31,21 @@ def test_values_and_gradients_equal_the_definition(temperature: float, chunk_row
     assert gradient[~mask].abs().max() == 0
 
 
+def test_a_chunk_has_a_sixteenth_of_the_rows() -> None:
+    """The ten copies of a chunk stand in memory beside the activations of the student and the logits of all rows."""
+    student = torch.randn(1600, 4096, requires_grad=True)
+    teacher, mask, asked = torch.randn(1600, 4096), torch.arange(1600) % 7 > 0, []
+
+    def rows_of(rows: Tensor) -> Tensor:
+        asked.append(rows)
+        return teacher[rows]
+
+    value = chunked_kl(student, rows_of, mask)
+    torch.testing.assert_close(value.double(), naive(student, teacher, mask, 1.0), rtol=1e-5, atol=0)
+    assert max(map(len, asked)) == 1600 // 16
+    assert torch.equal(torch.cat(asked), mask.nonzero().squeeze(-1))
+
+
 def test_half_precision_logits_are_compared_in_float32() -> None:
     """The log-softmax of bfloat16 logits in bfloat16 would be off by 1e-2."""
     student = (8 * torch.randn(64, 500)).bfloat16().requires_grad_()

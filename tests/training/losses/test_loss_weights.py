@@ -45,7 +45,7 @@ def hybrid(llama: str) -> Any:
     with torch.no_grad():
         for name, parameter in student.named_parameters():
             if "far_log_scale" in name:
-                parameter -= 10
+                parameter -= 6
     return student
 
 

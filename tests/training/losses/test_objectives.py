@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,13 +16,16 @@ from transformers import BertForMaskedLM, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
+from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.losses.objectives import (
     OBJECTIVES,
+    AttentionTransfer,
     StudentWithObjectives,
     absolute_head_error,
     build_objectives,
     map_cross_entropy,
 )
+from hf_linear_attention.training.losses.outputs import StudentOutputs
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.recipe import ObjectiveArguments, Recipe
 
@@ -96,6 +100,43 @@ def test_task_loss_is_the_loss_of_transformers(llama: str) -> None:
     units = objectives["task_loss"][1].units(batch)
     loss, _ = StudentWithObjectives(model, objectives, None)(batch, None, {"task_loss": 1 / units})
     torch.testing.assert_close(loss, model(**{name: batch[name] for name in batch if name != "index"}).loss)
+
+
+def test_every_layer_is_differentiated_before_the_next_one(llama_teacher: str, monkeypatch) -> None:
+    """So no activation of a layer outlives it; the gradients are those of the whole loss."""
+    settings = {"mechanism": "hybrid", "window_size": 2, "num_sinks": 1, "num_features": 8, "num_exact_keys": 1}
+    student = convert(LlamaForCausalLM.from_pretrained(llama_teacher).eval(), **settings)
+    trained = [p.requires_grad_("linear_attention" in name) for name, p in student.named_parameters()]
+    trained = [parameter for parameter in trained if parameter.requires_grad]
+    batch, others = ragged_batch("causal_lm", 2, 0), dict.fromkeys((f"{name}_weight" for name in OBJECTIVES), 0.0)
+    objectives = build_objectives(
+        recipe("causal_lm", **others | {"attention_transfer_weight": 3, "far_share_weight": 2})
+    )
+    seen: list[ObservedAttention] = []
+    with observe_attention(student, seen.append):
+        student(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    totals = [
+        weight * objective.total(batch, StudentOutputs(attention=tuple(seen)), None).mean() / 14
+        for weight, objective in objectives.values()
+    ]
+    expected = torch.autograd.grad(sum(totals), trained)
+    outputs: list[weakref.ref] = []
+    total = AttentionTransfer.total
+
+    def watched(self: AttentionTransfer, batch: Batch, student: StudentOutputs, teacher: None) -> Tensor:
+        assert all(output() is None for output in outputs)
+        outputs.append(weakref.ref(student.attention[0].output))
+        return total(self, batch, student, teacher)
+
+    monkeypatch.setattr(AttentionTransfer, "total", watched)
+    scales = dict.fromkeys(objectives, torch.tensor(1 / 14))
+    loss, _ = StudentWithObjectives(student, objectives, None)(batch, None, scales)
+    (2 * loss).backward()
+    assert len(outputs) == 2
+    torch.testing.assert_close(loss.detach(), sum(totals).detach())
+    for parameter, gradient in zip(trained, expected, strict=True):
+        assert gradient.norm() > 0
+        torch.testing.assert_close(parameter.grad, 2 * gradient)
 
 
 def test_attention_transfer_compares_the_heads_on_the_softmax_model(llama_teacher: str) -> None:
