@@ -533,12 +533,16 @@ class StudentWithObjectives(nn.Module):
         return loss, figures
 
 
+# In float16, products of small gradients would become 0, because the scale of mixed precision comes only afterwards.
+GRADIENT_SCALE = 2.0**12
+
+
 def differentiated(loss: Tensor, parameters: Iterable[nn.Parameter]) -> Tensor:
     """The same loss, whose gradients of `parameters` are computed at once, so that what they need can be freed."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained or not loss.requires_grad:
         return loss.detach()
-    found = zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True)
+    found = zip(trained, torch.autograd.grad(loss * GRADIENT_SCALE, trained, allow_unused=True), strict=True)
     used = {parameter: gradient for parameter, gradient in found if gradient is not None}
     return _Differentiated.apply(loss.detach(), list(used.values()), *used)
 
@@ -553,4 +557,4 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(gradient * grad_outputs[0] for gradient in ctx.gradients)
+        return None, None, *(gradient * (grad_outputs[0] / GRADIENT_SCALE) for gradient in ctx.gradients)
