@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoTokenizer,
+    BertConfig,
     BertForMaskedLM,
     BertModel,
     LlamaForCausalLM,
@@ -255,3 +256,15 @@ def test_what_no_stage_takes_is_refused(data: list[str], models: list[str], tmp_
     with pytest.raises(UsageError, match=r"`--learning_rate` has no effect in any stage of `--preset default`"):
         parse_options([*words, "--learning_rate=1"])
     assert isinstance(parse_options(words), tuple)
+
+
+def test_embeddings_of_a_window_are_trained_at_a_rate_of_their_own() -> None:
+    """They begin near their original, from which larger steps lead away."""
+    stock = BertModel(
+        BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    )
+    whole = load_preset("default")
+    for mechanism, rate in (("window", presets.WINDOW_RATE), ("hybrid", 5e-5)):
+        stages = presets.fit_to(whole, convert(stock, mechanism=mechanism)).stages
+        assert float(stages["embedding"][-1].options["learning_rate"]) == rate
+        assert float(stages["causal_lm"][-1].options["learning_rate"]) == 5e-5  # a window is healed as a control
