@@ -1,22 +1,19 @@
-"""The picture of recall against bytes, from the figures of `papers/recall_bytes.py`.
+"""The picture of recall against bytes: docs/images/recall_bytes.svg, from benchmarks/results/recall_bytes.json.
 
-    python -m benchmarks.plot_recall_bytes [outputs/benchmarks/recall_bytes.json]
-
-It reads docs/images/recall_bytes.json, or takes the figures of a result and keeps them there first, and writes
-docs/images/recall_bytes.svg.
+python -m benchmarks.plot_recall_bytes
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
-from benchmarks.plot_quick_start import IMAGES, new_figure, save
+from benchmarks.common import ROOT
+from benchmarks.papers.recall_bytes import fraction
+from benchmarks.plot_quick_start import new_figure, save
 
 
 NAME = "recall_bytes"
-KEPT = IMAGES / f"{NAME}.json"
+# By the names of the figures in the results.
 PANELS = {
     "mqar": "32 pairs, percent right",
     "copying": "24 symbols copied, percent right",
@@ -36,56 +33,40 @@ MARKS = {
     "kept head, gated_delta": ("^", "#d95f02"),
     "kept head, window, exact keys": ("^", "#1f4e9c"),
 }
-LOWEST, TOP = 1.8, 2.6  # nats
+NATS = (1.8, 2.6)  # what the panel of the text shows
 
 
-def keep(result: dict) -> None:
-    """Write what the picture shows."""
-    kept = {
-        key: {
-            "teacher": found["teacher"][key],
-            "rows": [
-                [row["form"], row["share"], row["figures"][key]["own"], row["figures"][key]["off"]]
-                for row in found["rows"]
-            ],
-        }
-        for found in result["tasks"].values()
-        for key in PANELS.keys() & found["teacher"].keys()
-    }
-    KEPT.write_text(json.dumps({key: kept[key] for key in PANELS if key in kept}, indent=1) + "\n", encoding="utf-8")
+def points(task: dict, form: str, key: str, which: str = "own") -> list:
+    """The coordinates of a form's points: shares, and figures."""
+    found = {row["share"]: row["figures"][key][which] for row in task["rows"] if row["form"] == form}
+    return [sorted(found), [found[share] for share in sorted(found)]]
 
 
-def plot(kept: dict):
+def plot(tasks: dict):
     """The figure: a panel per task, a line per form, dotted with its memory off, and a mark per mixture."""
-    figure, panels = new_figure(NAME, 13, 4.4, len(kept))
-    for axes, (key, found) in zip(panels, kept.items(), strict=True):
+    found = {key: task for task in tasks.values() for key in task["teacher"] if key in PANELS}
+    figure, panels = new_figure(NAME, 13, 4.4, len(found))
+    for axes, (key, task) in zip(panels, found.items(), strict=True):
         for form, color in LINES.items():
-            for number, style in ((2, "-"), (3, ":")):
-                points = sorted((row[1], row[number]) for row in found["rows"] if row[0] == form)
-                label = form if style == "-" else None
-                axes.plot(*zip(*points), style, color=color, label=label, marker="." if label else None)
+            axes.plot(*points(task, form, key), ".-", color=color, label=form)
+            axes.plot(*points(task, form, key, "off"), ":", color=color)
         for form, (mark, color) in MARKS.items():
-            points = [(row[1], row[2]) for row in found["rows"] if row[0] == form]
-            if points:
-                axes.plot(*zip(*points), mark, color=color, label=form, markerfacecolor="white", markersize=8)
-        axes.axhline(found["teacher"], color="black", linewidth=1, label="softmax teacher")
-        shares = sorted({row[1] for row in found["rows"]})
+            axes.plot(*points(task, form, key), mark, color=color, label=form, markerfacecolor="white", markersize=8)
+        axes.axhline(task["teacher"][key], color="black", linewidth=1, label="softmax teacher")
+        shares = sorted({row["share"] for row in task["rows"]})
         axes.set_xscale("log", base=2)
-        axes.set_xticks(shares, [f"{share:.3g}" for share in shares], minor=False)
-        if key == "recall":
-            axes.set_ylim(LOWEST, TOP)
-        axes.set_title(PANELS[key], fontsize=10)
-        axes.set_xlabel("share of the bytes of all keys and values")
+        axes.set_xticks(shares, list(map(fraction, shares)))
+        axes.set(title=PANELS[key], xlabel="share of the bytes of all keys and values")
         axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_ylim(*NATS)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
 def main() -> None:
-    """Keep the figures of a result, if one is given, and draw the picture."""
-    if len(sys.argv) > 1:
-        keep(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    save(plot(json.loads(KEPT.read_text(encoding="utf-8"))), NAME)
+    """Draw the picture."""
+    result = json.loads((ROOT / "benchmarks" / "results" / f"{NAME}.json").read_text(encoding="utf-8"))
+    save(plot(result["tasks"]), NAME)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import logging
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -188,17 +189,22 @@ def run_text(arguments: Namespace) -> dict[str, Any]:
     return run_forms(arguments, folder, Path(arguments.train_file), repeated_tokens(teacher), figures)
 
 
+def fraction(share: float) -> str:
+    """`1/16`, for tables and pictures."""
+    return str(Fraction(share).limit_denominator(1000))
+
+
 def tables_of(arguments: Namespace, name: str, found: dict[str, Any]) -> list[Any]:
     """One table for every figure of a task: a form and its own / off by share."""
     made = []
     for key, teacher in found["teacher"].items():
         digits = 3 if name == TEXT else 0
-        lines: list[list[Any]] = [["softmax teacher", *[""] * (len(arguments.shares) - 1), f"{teacher:.{digits}f}"]]
+        lines: list[list[Any]] = [[f"softmax teacher: {teacher:.{digits}f}", *[None] * len(arguments.shares)]]
         for form in arguments.forms:
             cells = {row["share"]: row["figures"][key] for row in found["rows"] if row["form"] == form}
             texts = {share: f"{cell['own']:.{digits}f}/{cell['off']:.{digits}f}" for share, cell in cells.items()}
             lines.append([form, *(texts.get(share) for share in arguments.shares)])
-        made.append(table([f"{key}, own/off", *(f"{share:.3g}" for share in arguments.shares)], lines))
+        made.append(table([f"{key}, own/off", *map(fraction, arguments.shares)], lines))
     return made
 
 
