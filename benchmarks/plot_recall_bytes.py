@@ -17,7 +17,6 @@ NAME = "recall_bytes"
 PANELS = {
     "mqar": "32 pairs, percent right",
     "copying": "24 symbols copied, percent right",
-    "recall": "text: nats of rare words seen 128 to 255 tokens before",
 }
 LINES = {
     "sinks, window, exact keys": "#1f4e9c",
@@ -33,7 +32,6 @@ MARKS = {
     "kept head, gated_delta": ("^", "#d95f02"),
     "kept head, window, exact keys": ("^", "#1f4e9c"),
 }
-NATS = (1.8, 2.6)  # what the panel of the text shows
 
 
 def points(task: dict, form: str, key: str, which: str = "own") -> list:
@@ -45,7 +43,7 @@ def points(task: dict, form: str, key: str, which: str = "own") -> list:
 def plot(tasks: dict):
     """The figure: a panel per task, a line per form, dotted with its memory off, and a mark per mixture."""
     found = {key: task for task in tasks.values() for key in task["teacher"] if key in PANELS}
-    figure, panels = new_figure(NAME, 13, 4.4, len(found))
+    figure, panels = new_figure(NAME, 10, 4.6, len(found))
     for axes, (key, task) in zip(panels, found.items(), strict=True):
         for form, color in LINES.items():
             axes.plot(*points(task, form, key), ".-", color=color, label=form)
@@ -58,7 +56,6 @@ def plot(tasks: dict):
         axes.set_xticks(shares, list(map(fraction, shares)))
         axes.set(title=PANELS[key], xlabel="share of the bytes of all keys and values")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_ylim(*NATS)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
 

@@ -45,8 +45,10 @@ from hf_linear_attention.training.evaluation import retention
 
 
 SINKS = {**HYBRID, "num_sinks": 4}
-LINEAR, DELTA, EXACT = FORMS["linear exp"], FORMS["preset gated_delta"], FORMS["hybrid, exact keys"]
-DELTA = dataclasses.replace(DELTA, settings={"mechanism": "gated_delta", "rope": "partial"})
+# Without a window, healed at the rates of the presets that have none.
+LINEAR = dataclasses.replace(FORMS["linear exp"], preset="linear")
+DELTA = Form({"mechanism": "gated_delta", "rope": "partial"}, preset="gated_delta")
+EXACT = FORMS["hybrid, exact keys"]
 ALONE: dict[str, Form] = {
     "sinks, window, exact keys": Form(
         SINKS, "num_exact_keys", {"num_features": (1 / 6, 16), "window_size": (1 / 5, 1)}
