@@ -119,6 +119,10 @@ bench-papers: $(VENV)/.installed ## The papers' results, into outputs/benchmarks
 bench-recall: $(VENV)/.installed ## Recall after conversion, into outputs/benchmarks (about 20 minutes on one free core)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers.recall
 
+.PHONY: bench-recall-bytes
+bench-recall-bytes: $(VENV)/.installed ## Recall against bytes of state, into outputs/benchmarks (an hour on one free core); TEXT adds the options of a text
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers.recall_bytes $(TEXT)
+
 .PHONY: bench-vllm
 bench-vllm: $(VLLM)/.installed ## vLLM on a CPU: softmax and converted, into outputs/benchmarks (10 minutes)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m benchmarks.speed_vllm --output_dir $(BENCH_DIR)

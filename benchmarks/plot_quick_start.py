@@ -32,18 +32,29 @@ def keep(report: dict) -> None:
     KEPT.write_text(json.dumps({**about, "quality": quality}, indent=1) + "\n", encoding="utf-8")
 
 
-def plot(positions: dict):
-    """The figure: a step per range of positions, on a logarithmic axis."""
+def new_figure(name: str, width: float, height: float, panels: int = 1):
+    """A white figure for `save`, and its axes: one, or an array of so many side by side."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    matplotlib.rcParams.update({"svg.hashsalt": "quick_start", "svg.fonttype": "none", "font.size": 11})
+    matplotlib.rcParams.update({"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 11})
+    figure, axes = plt.subplots(ncols=panels, figsize=(width, height), layout="constrained")
+    figure.patch.set_facecolor("white")
+    return figure, axes
+
+
+def save(figure, name: str) -> None:
+    """Write docs/images/NAME.svg, which is the same file for the same figures."""
+    figure.savefig(IMAGES / f"{name}.svg", metadata={"Date": None})
+
+
+def plot(positions: dict):
+    """The figure: a step per range of positions, on a logarithmic axis."""
     buckets = [bucket for bucket in positions["buckets"] if bucket["from"] >= 64]
     edges = [*(bucket["from"] for bucket in buckets), buckets[-1]["to"]]
-    figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
-    figure.patch.set_facecolor("white")
+    figure, axes = new_figure("quick_start", 7.5, 3.6)
     for name, (label, color, style) in LINES.items():
         values = [bucket[name] for bucket in buckets]
         axes.stairs(values, edges, baseline=None, label=label, color=color, linewidth=2.2, linestyle=style)
@@ -65,7 +76,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         keep(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     positions = json.loads(KEPT.read_text(encoding="utf-8"))["quality"]["positions"]
-    plot(positions).savefig(IMAGES / "quick_start.svg", metadata={"Date": None})
+    save(plot(positions), "quick_start")
 
 
 if __name__ == "__main__":

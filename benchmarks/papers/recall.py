@@ -19,24 +19,33 @@ import logging
 import statistics
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import parse as parse_arguments
 from benchmarks.common import save, table, write
-from benchmarks.papers.recall_tasks import TASKS, accuracy, new_teacher, tokenizer, train_teacher, write_documents
+from benchmarks.papers.recall_tasks import (
+    TASKS,
+    Documents,
+    accuracy,
+    new_teacher,
+    tokenizer,
+    train_teacher,
+    write_documents,
+)
 from hf_linear_attention import convert
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention.conversion.options import SIZES
 from hf_linear_attention.conversion.plan import with_budget
 from hf_linear_attention.conversion.quality import model_state_bytes
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.mechanisms.registry import MECHANISMS
-from hf_linear_attention.modeling_linear_attention import linear_model_class
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 from hf_linear_attention.training.presets import (
     Preset,
     fit_to,
@@ -54,12 +63,12 @@ class Form:
     Attributes:
         settings: those of `linear_attention` without the size; empty for those of the preset.
         size: the option that is made as large as the bytes allow; None where there is none.
-        window_share: the share of the bytes that goes to the window of `hybrid`, before `size` gets the others.
+        parts: other sizes, each with its share of the bytes that those before it leave, and what it is a multiple of.
     """
 
     settings: Mapping[str, Any]
     size: str | None = "num_features"
-    window_share: float = 0.0
+    parts: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     preset: str = "default"
 
     @property
@@ -78,8 +87,8 @@ FORMS = {
     "linear hedgehog": Form({"mechanism": "linear", "feature_map": "hedgehog"}),
     "performer": Form({"mechanism": "performer"}),
     "aft simple": Form({"mechanism": "aft"}, None),
-    "hybrid, 1/4 window": Form(HYBRID, window_share=1 / 4),
-    "hybrid, exact keys": Form({**HYBRID, "window_size": 8, "num_features": 18}, "num_exact_keys"),
+    "hybrid, 1/4 window": Form(HYBRID, parts={"window_size": (1 / 4, 2)}),
+    "hybrid, exact keys": Form(HYBRID, "num_exact_keys", {"window_size": (1 / 8, 2), "num_features": (0.18, 2)}),
     "preset default": Form({}),
     "preset linear": Form({}, preset="linear"),
     "gated_delta": Form({"mechanism": "gated_delta"}),
@@ -92,9 +101,12 @@ LEAST_DOCUMENTS = 16
 
 
 def bytes_of(teacher: Any, settings: Mapping[str, Any]) -> int:
-    """Of the decoding state of all layers."""
+    """Of the decoding state of all layers, with the keys and values of kept heads and layers at the trained length."""
+    config = teacher.config
     with torch.device("meta"):
-        return model_state_bytes(linear_model_class(type(teacher))(convert_config(teacher.config, **settings)))
+        model = linear_model_class(type(teacher))(convert_config(config, **settings))
+    kept = 1 - len(linear_attention_modules(model)) / config.num_hidden_layers
+    return model_state_bytes(model, config.max_position_embeddings) + round(kept * cache_bytes(teacher))
 
 
 def cache_bytes(teacher: Any) -> int:
@@ -119,14 +131,16 @@ def sized(teacher: Any, form: Form, budget: int) -> dict[str, Any] | None:
     settings = dict(form.settings) or dict(load_preset(form.preset).settings["causal"])
     if not form.settings and settings["mechanism"] == "hybrid":
         settings = {name: value for name, value in settings.items() if name not in SIZES} | {"state_bytes": budget}
-        return with_budget(settings, type(teacher), teacher.config, torch.float32)
-    if form.window_share:
-        window = largest(teacher, FORMS[WINDOW].settings, "window_size", form.window_share * budget)
-        if window is None:
+        try:
+            return with_budget(settings, type(teacher), teacher.config, torch.float32)
+        except UsageError:  # it needs more bytes
             return None
-        settings["window_size"] = window["window_size"]
+    settings |= {option: multiple for option, (_, multiple) in form.parts.items()}
     if form.size is None:
         return settings if bytes_of(teacher, settings) <= budget else None
+    for option, (share, multiple) in form.parts.items():
+        one, two = (bytes_of(teacher, {**settings, form.size: 2, option: n * multiple}) for n in (1, 2))
+        settings[option] = multiple * max(1, round(share * (budget - 2 * one + two) / (two - one)))
     return largest(teacher, settings, form.size, budget)
 
 
@@ -147,23 +161,30 @@ def teacher_folder(arguments: Namespace, task: str, seed: int) -> Path:
 
 
 def healing(arguments: Namespace, form: Form) -> Preset:
-    """The preset's stages with the given learning rate of all parameters in the last one."""
+    """The preset's stages, with the given learning rate of all parameters in the last one if there is one."""
     preset = load_preset(form.preset)
+    if arguments.learning_rate is None:
+        return preset
     stages = preset.stages["causal_lm"]
     options = {**stages[-1].options, "learning_rate": arguments.learning_rate}
     last = dataclasses.replace(stages[-1], options=options)
     return dataclasses.replace(preset, stages={"causal_lm": [*stages[:-1], last]})
 
 
-def heal(arguments: Namespace, form: Form, teacher: Path, converted: Path, task: str, seed: int) -> Path:
-    """The folder of the healed student; a run that was killed goes on where it was."""
-    preset = healing(arguments, form)
-    facts = repr((preset.stages, arguments.tokens, arguments.tokens_per_step))
-    folder = converted.with_name(f"{converted.name}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}")
+def training_file(arguments: Namespace, teacher: Path, task: str, seed: int) -> Path:
+    """The documents of a task that students are healed on, written if they are not there."""
     data = teacher.with_name(f"{task}-{arguments.tokens}.jsonl")
     if not data.is_file():
         write_documents(data.with_suffix(".tmp"), TASKS[task], arguments.length, arguments.tokens, seed + 1)
         data.with_suffix(".tmp").replace(data)
+    return data
+
+
+def heal(arguments: Namespace, form: Form, teacher: Path, converted: Path, data: Path, seed: int) -> Path:
+    """The folder of the healed student; a run that was killed goes on where it was."""
+    preset = healing(arguments, form)
+    facts = repr((preset.stages, arguments.tokens, arguments.tokens_per_step))
+    folder = converted.with_name(f"{converted.name}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}")
     steps = max(1, arguments.tokens // arguments.tokens_per_step)
     given = {
         "task": "causal_lm",
@@ -183,21 +204,38 @@ def heal(arguments: Namespace, form: Form, teacher: Path, converted: Path, task:
     return folder
 
 
+def asked(arguments: Namespace, task: str, times: int = 1) -> Documents:
+    """The documents of so many times the trained length that all models are asked."""
+    length = (arguments.length - 1) * times + 1
+    _, counts = TASKS[task](1, length, torch.Generator())
+    size = min(arguments.documents, max(LEAST_DOCUMENTS, ANSWERS // int(counts.sum())))
+    return TASKS[task](size, length, torch.Generator().manual_seed(10_000))
+
+
 def by_length(arguments: Namespace, folder: Path, task: str) -> list[float]:
     """The accuracy on documents of `arguments.lengths` times the trained length, alike for all models; kept on disk."""
     found = []
     for times in arguments.lengths:
-        length = (arguments.length - 1) * times + 1
-        _, counts = TASKS[task](1, length, torch.Generator())
-        size = min(arguments.documents, max(LEAST_DOCUMENTS, ANSWERS // int(counts.sum())))
-        documents = TASKS[task](size, length, torch.Generator().manual_seed(10_000))
-        digest = hashlib.sha256(documents[0].numpy().tobytes()).hexdigest()[:8]
+        documents = asked(arguments, task, times)
+        length, digest = documents[0].shape[1], hashlib.sha256(documents[0].numpy().tobytes()).hexdigest()[:8]
         path = folder / f"accuracy-{length}-{digest}.json"
         if not path.is_file():
             model = AutoModelForCausalLM.from_pretrained(folder)
             path.write_text(json.dumps(accuracy(model, documents)), encoding="utf-8")
         found.append(json.loads(path.read_text(encoding="utf-8")))
     return found
+
+
+def converted_folder(folder: Path, teacher: Any, settings: Mapping[str, Any], seed: int) -> Path:
+    """The folder of the untrained student, beside that of its teacher; it is made if it is not there."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    converted = folder.with_name(f"{settings['mechanism']}-{digest}")
+    if not converted.is_dir():
+        torch.manual_seed(seed)
+        with staging(converted) as unfinished:
+            convert(teacher, **settings).save_pretrained(unfinished)
+            AutoTokenizer.from_pretrained(folder).save_pretrained(unfinished)
+    return converted
 
 
 def measure(arguments: Namespace, name: str, share: float, task: str, seed: int) -> dict[str, Any] | None:
@@ -207,14 +245,8 @@ def measure(arguments: Namespace, name: str, share: float, task: str, seed: int)
     settings = sized(teacher, form, int(share * cache_bytes(teacher)))
     if settings is None:
         return None
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    converted = folder.with_name(f"{settings['mechanism']}-{digest}")
-    if not converted.is_dir():
-        torch.manual_seed(seed)
-        with staging(converted) as unfinished:
-            convert(teacher, **settings).save_pretrained(unfinished)
-            tokenizer().save_pretrained(unfinished)
-    healed = heal(arguments, form, folder, converted, task, seed)
+    converted = converted_folder(folder, teacher, settings, seed)
+    healed = heal(arguments, form, folder, converted, training_file(arguments, folder, task, seed), seed)
     return {
         "form": name,
         "share": share,

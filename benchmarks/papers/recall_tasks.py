@@ -117,15 +117,20 @@ STEP_TOKENS, ALL_TOKENS = 4096, 0.1
 CHECK, NEXT, ENOUGH = 50, 0.95, 0.995
 
 
-def accuracy(model: Any, documents: Documents, tokens_at_once: int = 16_384) -> float:
-    """The share of the tokens that count which the model predicts."""
+def is_right(model: Any, documents: Documents, tokens_at_once: int = 16_384) -> Tensor:
+    """Of the tokens that count, whether the model predicts them, `[size, answers of a document]`."""
     right, size = [], max(1, tokens_at_once // documents[0].shape[1])
     model.eval()
     with torch.no_grad():
         for tokens, counts in zip(documents[0].split(size), documents[1].split(size)):
             found = model(tokens[:, :-1], use_cache=False).logits.argmax(-1)
             right.append((found == tokens[:, 1:])[counts[:, 1:]])
-    return torch.cat(right).float().mean().item()
+    return torch.cat(right).view(len(documents[0]), -1)
+
+
+def accuracy(model: Any, documents: Documents, tokens_at_once: int = 16_384) -> float:
+    """The share of the tokens that count which the model predicts."""
+    return is_right(model, documents, tokens_at_once).float().mean().item()
 
 
 def curriculum(length: int) -> list[int]:

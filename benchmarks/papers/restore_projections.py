@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import parse, save, table
-from benchmarks.papers.recall import FORMS, MOST_DOCUMENTS, by_length, heal, means, teacher_folder
+from benchmarks.papers.recall import FORMS, MOST_DOCUMENTS, by_length, heal, means, teacher_folder, training_file
 from benchmarks.papers.recall_tasks import Maker, markov, near, tokenizer, write_documents
 from hf_linear_attention import convert
 from hf_linear_attention.training.finetune import main as finetune
@@ -36,7 +36,7 @@ def healed_folder(arguments: Namespace, seed: int) -> Path:
     settings = {**form.settings, "num_features": arguments.num_features, "layers": layers}
     convert(str(teacher), **settings).save_pretrained(converted)
     tokenizer().save_pretrained(converted)
-    return heal(arguments, form, teacher, converted, "mqar", seed)
+    return heal(arguments, form, teacher, converted, training_file(arguments, teacher, "mqar", seed), seed)
 
 
 def measure(arguments: Namespace, text: str, seed: int) -> dict[str, list[float]]:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from benchmarks import conversion_quality, real_attention, speed_conversion, speed_delta, speed_kernels
-from benchmarks.papers import copy_task, long_documents, recall, recall_tasks
+from benchmarks.papers import copy_task, long_documents, recall, recall_bytes, recall_tasks
 from benchmarks.speed_break_even import ROWS, break_even
+from hf_linear_attention import convert
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
@@ -171,6 +172,60 @@ def test_every_form_uses_the_bytes(share):
         least = 0 if form.size is None else 0.93 * budget  # two exact keys are 6 % of the smallest one
         assert least < recall.bytes_of(teacher, settings) <= budget, name
     assert recall.sized(teacher, recall.FORMS["linear exp"], 100) is None
+
+
+def test_what_keeps_softmax_counts_in_full():
+    teacher = recall_tasks.new_teacher("llama", 129, 64, 2, 2)
+    whole, settings = recall.cache_bytes(teacher), {"mechanism": "linear", "num_features": 8}
+    state = recall.bytes_of(teacher, settings)
+    assert recall.bytes_of(teacher, {**settings, "softmax_heads": [[1, 0]]}) - state >= whole / 4
+    assert recall.bytes_of(teacher, {**settings, "layers": [0]}) == (state + whole) / 2
+
+
+def test_heads_and_layers_of_the_ranking_are_kept():
+    ranking = [{"layer": layer, "head": head} for layer, head in ((2, 1), (0, 3), (2, 0), (1, 1))]
+    form = recall.FORMS["linear exp"]
+    assert recall_bytes.with_kept(form, 2, 0, ranking, 3).settings == {
+        **form.settings,
+        "softmax_heads": [[0, 3], [2, 1]],
+    }
+    assert recall_bytes.with_kept(form, 0, 2, ranking, 3).settings == {**form.settings, "layers": [1]}
+
+
+@pytest.mark.parametrize("mechanism", ["window", "linear", "gated_delta"])
+def test_without_memory_every_token_is_alone(mechanism):
+    torch.manual_seed(0)
+    student = convert(recall_tasks.new_teacher("llama", 33, 32, 2, 2), mechanism=mechanism).eval()
+    tokens, _ = recall_tasks.mqar(2, 33, torch.Generator().manual_seed(0))
+    before = student(tokens).logits
+    with recall_bytes.memory_off(student):
+        found = student(tokens, use_cache=False).logits
+    # float32 in another order
+    for place in (0, 1, 20):
+        own = student(tokens[:, place : place + 1], position_ids=torch.tensor([[place]])).logits[:, 0]
+        torch.testing.assert_close(found[:, place], own, rtol=1e-4, atol=1e-4)
+    assert (before - found)[:, 20].abs().max() > 1e-2
+    torch.testing.assert_close(student(tokens).logits, before)
+
+
+def test_without_memory_hybrids_keep_their_window_and_what_is_softmax_stays():
+    torch.manual_seed(0)
+    teacher = recall_tasks.new_teacher("llama", 33, 32, 2, 2).eval()
+    tokens, _ = recall_tasks.mqar(2, 33, torch.Generator().manual_seed(0))
+    window = {"window_size": 3, "num_sinks": 2}
+    kept = {"softmax_heads": [[0, 1]]}
+    for settings, left in (
+        ({"mechanism": "hybrid", **window, "num_exact_keys": 4}, {"mechanism": "window", **window}),
+        ({"mechanism": "linear", **kept}, {"mechanism": "window", "window_size": 1, "num_sinks": 0, **kept}),
+        (
+            {"mechanism": "linear", "layers": [1]},
+            {"mechanism": "window", "window_size": 1, "num_sinks": 0, "layers": [1]},
+        ),
+    ):
+        student = convert(teacher, **settings).eval()
+        with recall_bytes.memory_off(student):
+            found = student(tokens, use_cache=False).logits
+        torch.testing.assert_close(found, convert(teacher, **left).eval()(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_mixed_documents_have_quarters_of_four():

@@ -155,6 +155,26 @@ def files(tmp_path):
 
 
 @pytest.mark.benchmarks
+def test_recall_against_bytes(files, tmp_path):
+    save_twin(tmp_path / "llama", "llama")
+    words = ["--text_teacher", tmp_path / "llama", "--train_file", files / "train.jsonl", "--tasks", "copying"]
+    words += ["--validation_file", files / "valid.txt", "--work_dir", tmp_path / "work"]
+    words += ["--forms", "sinks, window, exact keys", "kept head, gated_delta", "kept layer, linear exp"]
+    result = run("papers.recall_bytes", tmp_path / "out", *words)
+    assert [table["header"][0].split(",")[0] for table in result["tables"]] == ["copying", "nats", "recall"]
+    for found in result["tasks"].values():
+        assert {row["form"] for row in found["rows"]} == set(words[-3:])
+        for row in found["rows"]:
+            assert row["state_bytes"] <= 3 / 4 * found["cache_bytes"]
+    (pair,) = (row["figures"]["nats"] for row in result["tasks"]["text"]["rows"] if row["form"] == words[-1])
+    assert pair["difference"]["mean"] == pytest.approx(pair["own"] - pair["off"])
+    (student,) = (tmp_path / "work" / "text").glob("gated_delta-*-*/model.safetensors")
+    before = student.stat().st_mtime_ns
+    assert run("papers.recall_bytes", tmp_path / "out", *words)["tables"] == result["tables"]
+    assert student.stat().st_mtime_ns == before
+
+
+@pytest.mark.benchmarks
 def test_conversion_quality_of_language_models(files, tmp_path):
     save_twin(tmp_path / "llama", "llama")
     words = ["--teacher", tmp_path / "llama", "--train_file", files / "train.jsonl", "--work_dir", tmp_path / "work"]

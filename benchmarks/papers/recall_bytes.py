@@ -1,0 +1,237 @@
+"""Recall against bytes: forms and mixtures of forms under one budget, each paired with its memory switched off.
+
+    python -m benchmarks.papers.recall_bytes --text_teacher SRC --train_file TEXT.jsonl --validation_file HELD_OUT.txt
+
+The teachers, tasks and healing are those of `recall.py`. Text, which is left out without `--text_teacher`, is healed on
+`--text_tokens` as the preset says. A form has every one of the `--shares` of the bytes of the teacher's keys and values
+at the trained length, in which those of heads and layers that keep softmax count in full. These heads are those without
+which the loss rises most (`rank_heads`), and the layers are theirs.
+
+Off: `hybrid` computes window and sinks only, and in every other mechanism a token sees nothing but itself. What keeps
+softmax keeps it. The difference is that of the same answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from benchmarks.common import parse as parse_arguments
+from benchmarks.common import save, table, write
+from benchmarks.papers import recall
+from benchmarks.papers.recall import FORMS, HYBRID, WINDOW, Form
+from benchmarks.papers.recall_tasks import is_right
+from hf_linear_attention import convert
+from hf_linear_attention._common.folders import staging
+from hf_linear_attention.conversion.options import EvaluationArguments
+from hf_linear_attention.conversion.quality import HeldOutText, held_out_text
+from hf_linear_attention.conversion.softmax_choice import rank_heads, repeated_tokens
+from hf_linear_attention.conversion.source import open_source
+from hf_linear_attention.mechanisms.hybrid import HybridAttention
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.training.evaluation import retention
+
+
+SINKS = {**HYBRID, "num_sinks": 4}
+# Without a window, healed at the rates of the presets that have none.
+LINEAR = dataclasses.replace(FORMS["linear exp"], preset="linear")
+DELTA = Form({"mechanism": "gated_delta", "rope": "partial"}, preset="gated_delta")
+EXACT = FORMS["hybrid, exact keys"]
+ALONE: dict[str, Form] = {
+    "sinks, window, exact keys": Form(
+        SINKS, "num_exact_keys", {"num_features": (1 / 6, 16), "window_size": (1 / 5, 1)}
+    ),
+    WINDOW: FORMS[WINDOW],
+    "linear exp": LINEAR,
+    "gated_delta": DELTA,
+    "window, features": Form(SINKS, "window_size", {"num_features": (1 / 6, 16)}),
+    "window, exact keys": EXACT,
+}
+# A form, and how many heads and layers keep softmax beside it.
+MIXTURES = {
+    "kept head, linear exp": (LINEAR, 1, 0),
+    "2 kept heads, linear exp": (LINEAR, 2, 0),
+    "kept layer, linear exp": (LINEAR, 0, 1),
+    "kept head, gated_delta": (DELTA, 1, 0),
+    "kept head, window, exact keys": (EXACT, 1, 0),
+}
+TEXT = "text"
+# Recall in text is that of the targets whose 4-gram stood in the context so many tokens before.
+DISTANCES = (128, 256)
+
+
+def with_kept(form: Form, heads: int, layers: int, ranking: list[dict[str, Any]], num_layers: int) -> Form:
+    """The form in which the first heads of a ranking, or the layers of its first heads, keep softmax."""
+    order = list(dict.fromkeys(entry["layer"] for entry in ranking))
+    kept = {"softmax_heads": sorted([entry["layer"], entry["head"]] for entry in ranking[:heads])} if heads else {}
+    if layers:
+        kept["layers"] = [layer for layer in range(num_layers) if layer not in order[:layers]]
+    return dataclasses.replace(form, settings={**form.settings, **kept})
+
+
+def all_forms(arguments: Namespace, teacher: Any, tokens: Tensor) -> dict[str, Form]:
+    """Those of `--forms`; heads are ranked by the loss on the second half of `tokens`."""
+    ranking = rank_heads(convert(teacher, **FORMS[WINDOW].settings, window_size=1), tokens)
+    count = teacher.config.num_hidden_layers
+    mixed = {name: with_kept(form, *kept, ranking, count) for name, (form, *kept) in MIXTURES.items()}
+    return {name: form for name, form in {**ALONE, **mixed}.items() if name in arguments.forms}
+
+
+def of_each_token(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a causal mechanism, in which every token of an input is a sequence of its own."""
+
+    def alone(self: Any, inputs: Any, state: Any = None) -> Any:
+        batch, length = inputs.query.shape[0], inputs.query.shape[2]
+        by_head = {name: getattr(inputs, name).transpose(1, 2).flatten(0, 1) for name in ("query", "key", "value")}
+        tokens = {name: x.unsqueeze(2) for name, x in by_head.items()}
+        for name in ("positions", "gates"):
+            if (x := getattr(inputs, name)) is not None:
+                tokens[name] = x.flatten(0, 1).unsqueeze(1)
+        output, _ = forward(self, inputs._replace(attention_mask=None, **tokens), None)
+        return output.squeeze(1).unflatten(0, (batch, length)), None
+
+    return alone
+
+
+@contextlib.contextmanager
+def memory_off(model: Any) -> Iterator[None]:
+    """Inside, a converted model has no state but window and sinks of `hybrid`, and what keeps softmax."""
+    mechanisms = [module.linear_attention for module in linear_attention_modules(model).values()]
+    plain = {getattr(mechanism, "mechanism_class", type(mechanism)) for mechanism in mechanisms} - {HybridAttention}
+    with contextlib.ExitStack() as stack, retention.without_far(model):
+        for kind in plain:
+            stack.enter_context(mock.patch.object(kind, "forward", of_each_token(kind.forward)))
+        yield
+
+
+def paired(figures: Callable[[Any], dict[str, Tensor]], folder: Path) -> dict[str, dict[str, float]]:
+    """By name the mean of a student's figures, with its memory `off`, and the difference with its standard error.
+
+    Args:
+        figures: those of a model by name, one per document or target; kept on disk.
+    """
+    path = folder / "recall_bytes.json"
+    if not path.is_file():
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        own = figures(model)
+        with memory_off(model):
+            off = figures(model)
+        found = {}
+        for name, values in own.items():
+            difference = retention.paired_difference(values, off[name])
+            found[name] = {"own": values.mean().item(), "off": off[name].mean().item(), "difference": difference}
+        path.write_text(json.dumps(found), encoding="utf-8")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def run_forms(
+    arguments: Namespace, folder: Path, data: Path, ranked_on: Tensor, figures: Callable[[Any], dict[str, Tensor]]
+) -> dict[str, Any]:
+    """The figures of a teacher and of all its students, by share and form."""
+    teacher: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    whole, rows = recall.cache_bytes(teacher), []
+    forms = all_forms(arguments, teacher, ranked_on)
+    for name, form in forms.items():
+        for share in arguments.shares:
+            settings = recall.sized(teacher, form, int(share * whole))
+            if settings is None:
+                continue
+            converted = recall.converted_folder(folder, teacher, settings, arguments.seed)
+            healed = recall.heal(arguments, form, folder, converted, data, arguments.seed)
+            found = paired(figures, healed)
+            size = recall.bytes_of(teacher, settings)
+            rows.append({"form": name, "share": share, "settings": settings, "state_bytes": size, "figures": found})
+            write(f"{folder.parent.name}, {share:.3g}, {name}: {found}")
+    teacher_figures = {name: values.mean().item() for name, values in figures(teacher).items()}
+    return {"teacher": teacher_figures, "cache_bytes": whole, "rows": rows}
+
+
+def run_task(arguments: Namespace, task: str) -> dict[str, Any]:
+    """The share of right answers to a task."""
+    folder, documents = recall.teacher_folder(arguments, task, arguments.seed), recall.asked(arguments, task)
+
+    def figures(model: Any) -> dict[str, Tensor]:
+        return {task: 100 * is_right(model, documents).double().mean(1)}
+
+    data = recall.training_file(arguments, folder, task, arguments.seed)
+    return run_forms(arguments, folder, data, documents[0][:, 1:], figures)
+
+
+def run_text(arguments: Namespace) -> dict[str, Any]:
+    """The nats per token of held-out text, and those of what stood in the context before."""
+    folder = arguments.work_dir / TEXT / "teacher"
+    if not folder.is_dir():
+        with staging(folder) as unfinished:
+            shutil.copytree(arguments.text_teacher, unfinished, dirs_exist_ok=True)
+    files = {"train_file": arguments.train_file, "validation_file": arguments.validation_file}
+    data = EvaluationArguments(model_name_or_path="", max_eval_tokens=arguments.text_eval_tokens, **files)
+    text: HeldOutText = held_out_text(folder, open_source(str(folder)), data)[1]
+    distance = retention.recall_distances(retention.repeats(text.examples), text.training or [])
+    is_far = (distance >= DISTANCES[0]) & (distance < DISTANCES[1])
+
+    def figures(model: Any) -> dict[str, Tensor]:
+        nats = retention.nats_of(model, text.batches())
+        return {"nats": nats, "recall": nats[is_far]}
+
+    teacher = AutoModelForCausalLM.from_pretrained(folder)
+    own = {"tokens": arguments.text_tokens, "tokens_per_step": 1024, "length": text.max_length, "learning_rate": None}
+    arguments = Namespace(**{**vars(arguments), **own})
+    return run_forms(arguments, folder, Path(arguments.train_file), repeated_tokens(teacher), figures)
+
+
+def fraction(share: float) -> str:
+    """`1/16`, for tables and pictures."""
+    return str(Fraction(share).limit_denominator(1000))
+
+
+def tables_of(arguments: Namespace, name: str, found: dict[str, Any]) -> list[Any]:
+    """One table for every figure of a task: a form and its own / off by share."""
+    made = []
+    for key, teacher in found["teacher"].items():
+        digits = 3 if name == TEXT else 0
+        lines: list[list[Any]] = [[f"softmax teacher: {teacher:.{digits}f}", *[None] * len(arguments.shares)]]
+        for form in arguments.forms:
+            cells = {row["share"]: row["figures"][key] for row in found["rows"] if row["form"] == form}
+            texts = {share: f"{cell['own']:.{digits}f}/{cell['off']:.{digits}f}" for share, cell in cells.items()}
+            lines.append([form, *(texts.get(share) for share in arguments.shares)])
+        made.append(table([f"{key}, own/off", *map(fraction, arguments.shares)], lines))
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure all forms on all tasks."""
+    quick = {"length": 33, "width": 32, "teacher_steps": 20, "documents": 16, "tokens": 528, "tokens_per_step": 132}
+    quick |= {"shares": [3 / 4], "text_tokens": 1200, "text_eval_tokens": 1000}
+    sizes = {"length": 129, "width": 64, "layers": 2, "heads": 2, "documents": recall.MOST_DOCUMENTS}
+    training = {"tokens": 262_144, "tokens_per_step": 512, "learning_rate": 1e-3, "teacher_steps": 1500, "seed": 0}
+    text = {"text_teacher": None, "train_file": None, "validation_file": None}
+    text |= {"text_tokens": 100_000, "text_eval_tokens": 24_000}
+    chosen = {"model_type": "llama", "tasks": ["mqar", "copying"], "forms": [*ALONE, *MIXTURES]}
+    chosen |= {"shares": [1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4], "work_dir": Path("outputs/recall")}
+    arguments = parse_arguments(__doc__, argv, quick, **sizes, **training, **text, **chosen)
+    logging.basicConfig(level=logging.WARNING)
+    found = {name: run_task(arguments, name) for name in arguments.tasks}
+    if arguments.text_teacher is not None:
+        found[TEXT] = run_text(arguments)
+    save(
+        arguments,
+        "recall_bytes",
+        [made for name in found for made in tables_of(arguments, name, found[name])],
+        tasks=found,
+    )
+
+
+if __name__ == "__main__":
+    main()
