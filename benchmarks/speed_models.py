@@ -71,7 +71,7 @@ LINEAR = {
     "linear elu1": {"mechanism": "linear", "feature_map": "elu1"},
     "linear exp": {"mechanism": "linear", "num_features": 64},
 }
-HYBRID = {"hybrid": DEFAULTS["causal"]}
+HYBRID: dict[str, dict[str, Any]] = {"hybrid": {}}  # the default of the model
 ENCODERS = {
     **LINEAR,
     "default": DEFAULTS["bidirectional"],

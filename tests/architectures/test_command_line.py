@@ -32,7 +32,7 @@ def test_conversion(model_type, head, flags, num_layers, tmp_path):
     stock = tiny_model(model_type, head)
     stock.save_pretrained(tmp_path / "source")
     # a window that the small inputs exceed; converted cross-attention gets `linear`, which has none
-    sizes = ("--num_features", 16) if "--cross_attention" in flags else ("--num_features", 16, "--window_size", 2)
+    sizes = ("--num_features", 16) if "--cross_attention" in flags else ("--window_size", 2)
     report = convert_folder(tmp_path / "source", tmp_path / "out", *sizes, *flags)
     assert len(report["layers"]) == num_layers
     assert report["dropped_features"] == (
