@@ -176,7 +176,7 @@ def test_a_nested_sentence_transformer_becomes_a_flat_one(tmp_path):
     ]
     (source / "modules.json").write_text(json.dumps(modules))
     (source / "README.md").write_text("---\nlicense: mit\n---\n# x\n")
-    report = convert_folder(source, tmp_path / "out", "--num_features", 16)
+    report = convert_folder(source, tmp_path / "out", "--window_size", 4)
     moved = json.loads((tmp_path / "out" / "modules.json").read_text())
     assert [module["path"] for module in moved] == ["", "1_Pooling"]
     assert {"sentence_bert_config.json", "1_Pooling/config.json", "config.json"} <= set(files(tmp_path / "out"))

@@ -64,7 +64,7 @@ def test_one_tower_with_a_bias_says_nothing_of_the_other():
 
 @torch.no_grad()
 def test_a_decoder_that_leaves_causality_to_the_mask_is_causal():
-    (attention, *_) = linear_attention_modules(convert(stock_model("llama"))).values()
+    (attention, *_) = linear_attention_modules(convert(stock_model("llama"), mechanism="linear")).values()
     query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
     mask = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
     expected, _ = attention.attend(query, key, key, None)

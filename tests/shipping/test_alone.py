@@ -35,7 +35,7 @@ TEXT = "some text for the tokenizer"
 ON_THE_HUB = ("bert", "gpt2")
 # name: family, head of the checkpoint, options of the conversion
 CONVERTED = {
-    "bert": ("bert", "AutoModelForMaskedLM", "--num_features=16"),
+    "bert": ("bert", "AutoModelForMaskedLM", "--window_size=4"),
     "linformer": (
         "distilbert",
         "AutoModelForSequenceClassification",
