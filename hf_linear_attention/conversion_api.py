@@ -226,7 +226,8 @@ def with_defaults(make: Callable[[Any], Any], settings: Any, given: Container[st
             made = make(settings)
             break
         except ValueError as error:
-            cause = error.__cause__ if isinstance(error.__cause__, ValueError) else error
+            inner = error.__cause__
+            cause = inner if isinstance(inner, ValueError) and not isinstance(error, RotaryError) else error
             entries = [_without_refused(entry, cause, given) for entry in entries_of(settings)]
             if entries == [*entries_of(settings)]:
                 raise

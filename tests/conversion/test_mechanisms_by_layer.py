@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from hf_linear_attention.conversion.options import parse
 
 
-SIZED = ("--attention", "0:hybrid,1-:linear", "--num_features", 8, "--window_size", 4)
+SIZED = ("--attention", "0:hybrid,1-:linear", "--num_features", 8, "--window_size", 4, "--num_exact_keys", 2)
 
 
 @pytest.fixture(scope="module")

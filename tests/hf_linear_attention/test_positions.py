@@ -84,7 +84,7 @@ def test_without_rope_only_what_is_far_is_not_rotated(family):
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_rope_is_refused_where_there_is_none(family):
     with pytest.raises(ValueError, match=r"`rope` = `none`, but \w+ has no rotary positions"):
-        convert(stock_model(family), rope="none")
+        convert(stock_model(family), mechanism="linear", rope="none")
 
 
 _LONGER = {"factor": 4.0, "original_max_position_embeddings": 16}
@@ -140,7 +140,7 @@ def test_other_kinds_are_refused(row, reason):
     with pytest.raises(ValueError, match=reason):
         rotary_facts(model)
     with pytest.raises(ValueError, match=rf"`rope` = `none`, but .*{reason}"):
-        convert(model, rope="none")
+        convert(model, mechanism="linear", rope="none")
 
 
 def test_input_dependent_frequencies_are_refused():
