@@ -112,6 +112,7 @@ def beside(folder: Path) -> dict[str, Options]:
     measured = {"evaluate": True, "converted": True, "validation_file": folder / "valid.txt"}
     embedding, retrieval = {**measured, "model_name_or_path": folder / "embedding"}, folder / "retrieval.jsonl"
     images = {**preset, "model_name_or_path": folder / "vision", "train_file": folder / "images.jsonl"}
+    images["attention"] = "hybrid"
     return {
         "epochs": images,
         "attention": {"layers": "all"},

@@ -52,7 +52,7 @@ def test_rows_of_a_task_calibrate_train_and_evaluate(task: str, texts: list[str]
 
 def test_the_amount_is_counted_as_the_task_counts_it(texts: list[str], tmp_path: Path) -> None:
     TWINS["image_embedding"](tmp_path, texts, tiny_tokenizer())
-    code, text, err = run(*command_of(tmp_path, "--epochs", 3, "--dry_run"))
+    code, text, err = run(*command_of(tmp_path, "--epochs", 3, "--dry_run", "--attention", "hybrid"))
     assert code == 0, err
     assert "stage 1 of 2  transfer: 1.5 epochs; " in text
     files = ("--validation_file", tmp_path / "valid.jsonl")

@@ -216,6 +216,7 @@ def test_the_best_heads_are_chosen(llama, tmp_path):
 
 def test_heads_are_kept_through_healing(llama, text, tmp_path):
     words = ("--attention", "0:hybrid,1-:linear", "--window_size", 4, "--num_features", 8, "--softmax_heads", "auto:2")
+    words = (*words, "--num_exact_keys", 2)  # fewer than the text has behind its window
     code, _, err = run(
         *("--model_name_or_path", llama, "--output_dir", tmp_path / "o", *words, "--preset", "default"),
         *("--train_file", text, "--tokens", "2k"),
