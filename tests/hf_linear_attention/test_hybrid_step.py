@@ -63,6 +63,21 @@ def decoded(mechanism, inputs):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("settings", [SETTINGS[4], SETTINGS[9]], ids=str)
+def test_a_step_far_from_the_start_is_the_form_of_many_tokens(settings, backend):
+    """After a million tokens, float32 angles are 1e-3 of a turn apart, so turns have to be reduced in float64."""
+    mechanism, inputs = hybrid(settings), qkv(LENGTH, dim=16)
+    positions = (torch.arange(LENGTH) + 1_000_003).expand(2, -1).int()
+    expected, _ = attend(mechanism, *inputs, positions=positions)
+    state, outputs = None, []
+    for t in range(LENGTH):
+        given = (x[:, :, t : t + 1] for x in inputs)
+        output, state = attend(mechanism, *given, None, state, positions=positions[:, t : t + 1])
+        outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=2e-5, atol=2e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_a_step_is_the_form_of_many_tokens(monkeypatch, settings, backend):
     mechanism, calls = hybrid(settings), []
