@@ -682,7 +682,8 @@ def _places_of_sinks(tokens: SplitTokens, num_sinks: int) -> tuple[Tensor, Tenso
     numbers = torch.arange(s, dtype=torch.long, device=tokens.position.device)
     is_there = numbers < tokens.position[:, -1:]
     first = tokens.mask.to(torch.int8).argmax(dim=1, keepdim=True)
-    places = (first + numbers) % length
+    places = first + numbers
+    places = torch.where(places < length, places, places - length)  # ONNX has no remainder of a free length
     return places if tokens.order is None else tokens.order.gather(1, places), is_there
 
 

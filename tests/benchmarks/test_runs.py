@@ -179,6 +179,7 @@ def test_conversion_quality_of_language_models(files, tmp_path):
     save_twin(tmp_path / "llama", "llama")
     words = ["--teacher", tmp_path / "llama", "--train_file", files / "train.jsonl", "--work_dir", tmp_path / "work"]
     words += ["--validation_file", files / "valid.txt", "--settings", "window_size=4", "num_features=8"]
+    words += ["num_exact_keys=4"]
     result = run("conversion_quality", tmp_path / "out", *words)
     found = result["recipes"]["default"]
     assert found["settings"]["window_size"] == 4
