@@ -91,6 +91,7 @@ def test_a_preset_trains_at_the_new_length(embedding, tmp_path, length, texts):
     """Attention transfer stays where its softmax teacher has positions; batches have as many tokens as before."""
     (tmp_path / "train.txt").write_text("one\n\ntwo\n", encoding="utf-8")
     words = ("--model_name_or_path", embedding, "--preset", "default", "--train_file", tmp_path / "train.txt")
+    words = (*words, "--attention", "hybrid")  # which has parameters to train in attention transfer
     code, text, error = run(*words, "--max_position_embeddings", length, "--tokens", "250k", "--dry_run")
     assert code == 0, error
     stages = [line for line in text.splitlines() if line.startswith("  stage ")]
