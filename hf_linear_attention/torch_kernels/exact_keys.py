@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .blocks import EMPTY_MAXIMUM, accumulation_dtype, is_free
-from .window import FLUSHED, LOWEST_EXPONENT, Part
+from .blocks import EMPTY_MAXIMUM, accumulation_dtype, is_free, needs_plain
+from .causal import gradients_with_graph
+from .window import FLUSHED, LOWEST_EXPONENT, Part, weights_of
 
 
 # Steps whose kept keys are compared at once. All pairs of M + C keys and C queries are formed.
@@ -53,12 +53,8 @@ class Kept(NamedTuple):
     def at(self, places: Tensor) -> Kept:
         """The keys at `places [B, Hkv, ...]` of each head, of the same axes and a last one."""
         batch, heads, count = self.score.shape[:3]
-        first = (
-            torch.arange(batch * heads, dtype=torch.long, device=places.device).view(
-                batch, heads, *(1,) * (places.ndim - 2)
-            )
-            * count
-        )
+        first = torch.arange(batch * heads, dtype=torch.long, device=places.device) * count
+        first = first.view(batch, heads, *(1,) * (places.ndim - 2))
         rows = (first + places).flatten()  # whole rows: `gather` would read a place for every number
         found: Any = (
             None if x is None else x.flatten(0, 2).index_select(0, rows).view(*places.shape, x.shape[3]) for x in self
@@ -132,39 +128,43 @@ def part_of(
         logits = torch.where(far[2].unsqueeze(3), _logits(*far[:2], scaling, dtype), logits)
     value = keys.value.to(dtype)
     has_gradient = torch.is_grad_enabled() and (logits.requires_grad or value.requires_grad)
-    attend = _Attention.apply if has_gradient else _attend
-    output, size = attend(logits, value, visible)[:2]
+    attend = _Attention.apply if has_gradient and not needs_plain(query) else _attend
+    output, size = attend(logits, value, visible)
     return output.transpose(2, 3).flatten(3, 4), size.transpose(2, 3).flatten(3, 4)
 
 
-def _attend(logits: Tensor, value: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
-    """The outputs and log sizes of `logits [B, Hkv, K, G, C, n]`; and their weights, times the totals that follow."""
+def _attend(logits: Tensor, value: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs and log sizes of `logits [B, Hkv, K, G, C, n]`."""
     logits = logits.masked_fill(~visible, EMPTY_MAXIMUM)
-    largest = logits.amax(dim=-1, keepdim=True).clamp(min=EMPTY_MAXIMUM / 2)
-    weights, is_empty = logits.sub_(largest).clamp_(min=LOWEST_EXPONENT).exp_(), largest <= EMPTY_MAXIMUM / 2
-    weights = F.threshold_(weights, *FLUSHED)
+    largest = logits.detach().amax(dim=-1, keepdim=True).clamp(min=EMPTY_MAXIMUM / 2)
+    weights, is_empty = weights_of(logits - largest), largest <= EMPTY_MAXIMUM / 2
     total = weights.sum(dim=-1, keepdim=True).masked_fill(is_empty, 1.0)
     output = (weights.flatten(3, 4) @ value).unflatten(3, weights.shape[3:5]) / total
-    return output, (largest + total.log()).masked_fill(is_empty, EMPTY_MAXIMUM), weights, total
+    return output, (largest + total.log()).masked_fill(is_empty, EMPTY_MAXIMUM)
 
 
 class _Attention(torch.autograd.Function):
-    """`_attend` with a backward that makes one tensor of the size of the logits; autograd would make seven."""
+    """`_attend` with a backward that makes two tensors of the size of the logits; autograd would make eight."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, value: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        output, size, weights, total = _attend(logits, value, visible)
-        ctx.save_for_backward(value, output, weights, total)
+        output, size = _attend(logits, value, visible)
+        ctx.save_for_backward(logits, value, visible, output, size)
         return output, size
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor, grad_size: Tensor) -> tuple[Tensor, Tensor, None]:
-        value, output, weights, total = ctx.saved_tensors
-        own = (grad_size - (grad_output * output).sum(dim=-1, keepdim=True)) / total
-        rows = (grad_output / total).flatten(3, 4)
+    def backward(ctx: Any, grad_output: Tensor, grad_size: Tensor) -> tuple[Tensor | None, ...]:
+        logits, value, visible, output, size = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            given = (logits, value), (grad_output, grad_size)
+            return *gradients_with_graph(lambda *x: _attend(*x, visible), *given), None
+        size = size.clamp(min=EMPTY_MAXIMUM / 2)
+        weights = F.threshold_((logits - size).clamp_(min=LOWEST_EXPONENT, max=0.0).exp_(), *FLUSHED)
+        weights = weights.masked_fill_(~visible, 0.0)
+        rows = grad_output.flatten(3, 4)
         pairs = (rows @ value.transpose(-1, -2)).unflatten(3, weights.shape[3:5])
-        return pairs.add_(own).mul_(weights), weights.flatten(3, 4).transpose(-1, -2) @ rows, None
+        pairs = pairs.add_(grad_size - (grad_output * output).sum(dim=-1, keepdim=True)).mul_(weights)
+        return pairs, weights.flatten(3, 4).transpose(-1, -2) @ rows, None
 
 
 def _logits(query: Tensor, key: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:

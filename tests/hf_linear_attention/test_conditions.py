@@ -150,7 +150,10 @@ def test_vmap(row):
                 assert relative_error(part, exact(row, mechanism, *given, mask, is_causal)) < 1e-5
 
 
-@pytest.mark.parametrize("row", ["linear-elu1", "linear-exp", "linear-hedgehog", "performer", "hybrid"])
+ROWS_WITH_DERIVATIVES = ["linear-elu1", "linear-exp", "linear-hedgehog", "performer", "hybrid", "hybrid-exact-keys"]
+
+
+@pytest.mark.parametrize("row", ROWS_WITH_DERIVATIVES)
 def test_functional_derivatives(row):
     mechanism, inputs = build_mechanism(row), qkv(9)
     wide, tangents = tuple(x.double() for x in inputs), tuple(qkv(9, seed=1))
