@@ -191,7 +191,7 @@ def test_export(row):
 FUSED = tuple(row for row in KINDS if row.startswith(("linformer-", "latent", "nystrom")))
 
 
-@pytest.mark.parametrize("row", [*KINDS, "linear-hedgehog", "linear-exp"])
+@pytest.mark.parametrize("row", [*KINDS, "linear-hedgehog", "linear-exp", "hybrid-exact-keys"])
 def test_second_derivatives(row):
     mechanism, std = build_mechanism(row), 0.5 if row == "performer-trig" else 2.0
     mask = MASK.flip(1)  # every query sees a key, without which the oracles themselves have no derivatives
