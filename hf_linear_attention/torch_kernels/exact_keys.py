@@ -157,7 +157,7 @@ class _Attention(torch.autograd.Function):
         logits, value, visible, output, size = ctx.saved_tensors
         if torch.is_grad_enabled():
             given = (logits, value), (grad_output, grad_size)
-            return *gradients_with_graph(lambda *x: _attend(*x, visible), *given), None
+            return *gradients_with_graph(lambda logits, value: _attend(logits, value, visible), *given), None
         size = size.clamp(min=EMPTY_MAXIMUM / 2)
         weights = F.threshold_((logits - size).clamp_(min=LOWEST_EXPONENT, max=0.0).exp_(), *FLUSHED)
         weights = weights.masked_fill_(~visible, 0.0)
