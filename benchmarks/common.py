@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import math
 import os
 import platform
 import re
@@ -67,15 +68,24 @@ def write(text: str = "") -> None:
 
 
 def times_in_turns(
-    functions: Mapping[str, Callable[[], Any]], rounds: int = 5, clock: Callable[[], float] = time.process_time
+    functions: Mapping[str, Callable[[], Any]],
+    rounds: int = 5,
+    clock: Callable[[], float] = time.process_time,
+    seconds: float = math.inf,
 ) -> Times:
     """Seconds, by `clock`, of each function in `rounds` interleaved rounds (A B A B ...), after one unmeasured round.
 
     A shared machine's speed drifts; calls of the same round see about the same of it. CPU seconds, because a shared
     machine's other work does not count then.
+
+    Args:
+        seconds: after so many, three rounds are enough.
     """
     times: Times = {name: [] for name in functions}
+    begin = time.perf_counter()
     for number in range(rounds + 1):
+        if number > 3 and time.perf_counter() - begin > seconds:
+            break
         for name, function in functions.items():
             start = clock()
             function()
@@ -192,7 +202,6 @@ def save(arguments: argparse.Namespace, name: str, tables: Sequence[Table], **fi
     command = f"python -m benchmarks.{package}{name} {options}".strip()
     result = {"benchmark": name, "command": command, "environment": environment(), "arguments": given}
     result |= {"tables": list(tables), **figures}
-    name += "_long" * bool(given.get("long"))
     name += "_torch" * (os.environ.get(BACKEND_VARIABLE) == "torch")
     folder = arguments.output_dir
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from benchmarks.common import in_a_process, parse, peak_bytes, save, table, write
-from benchmarks.speed_models import llama
+from benchmarks.models import llama
 from hf_linear_attention import convert
 from hf_linear_attention.training import distributed
 from hf_linear_attention.training.presets import load_preset, stage_runs

@@ -23,15 +23,15 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import Table, Times, medians, parse, save, table, times_as_fast
-from benchmarks.speed_decoding import LARGE, decoder, random_cache, steps_of
-from benchmarks.speed_kernels import MODES, attend, mechanism_call, sdpa
-from benchmarks.speed_models import LINEAR, SOFTMAX, variants
+from benchmarks.models import LARGE, LINEAR, steps_of, variants
+from benchmarks.rivals import attend, mechanism_call, sdpa
 from hf_linear_attention.torch_kernels.implementations import IMPLEMENTATIONS
 
 
 HEADS, DIM = 16, 64
 OURS, PLAIN_TORCH, SDPA, FLA = "linear elu1", "torch", "sdpa", "fla"
 DEVICE = "cuda"
+MODES = ("forward", "forward and backward")
 
 
 def in_torch(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -114,10 +114,8 @@ def decoding(contexts: list[int], rounds: int) -> Table:
     models = {name: model.to(DEVICE) for name, model in variants(LARGE, LINEAR, torch.bfloat16).items()}
     rows = []
     with torch.device(DEVICE):
-        steps = steps_of(models)
         for context in contexts:
-            steps[SOFTMAX] = decoder(models[SOFTMAX], random_cache(models[SOFTMAX], context))
-            found = medians(device_times(steps, rounds))
+            found = medians(device_times(steps_of(models, context), rounds))
             rows.append([f"{context:,}", *(1 / found[name] for name in models)])
     return table([f"{LARGE}, tokens/s at a context of", *models], rows)
 

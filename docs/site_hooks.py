@@ -30,11 +30,9 @@ LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)]*)?\))")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages, and the pictures of the results."""
+    """Add the pages."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
-    for picture in sorted((ROOT / "benchmarks" / "figures").glob("*.png")):
-        files.append(File.generated(config, f"figures/{picture.name}", abs_src_path=str(picture)))
     return files
 
 

@@ -56,7 +56,7 @@ from hf_linear_attention.conversion.convert_checkpoint import main as convert_ma
 # The mechanisms that can be compared, with their settings.
 MECHANISMS: dict[str, dict[str, Any]] = {
     "hybrid": {"window_size": 64, "num_sinks": 1},
-    "window": {"window_size": 64, "num_sinks": 1},
+    "window": {"window_size": 128, "num_sinks": 1},
     "linear": {"feature_map": "exp"},
     "nystrom": {"num_landmarks": 64},
 }

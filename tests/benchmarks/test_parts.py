@@ -7,14 +7,16 @@ import json
 import math
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from benchmarks import conversion_quality, real_attention, speed_conversion, speed_delta, speed_kernels
+from benchmarks import conversion_quality, real_attention, rivals, speed, speed_conversion
 from benchmarks.papers import copy_task, long_documents, recall, recall_bytes, recall_tasks
-from benchmarks.speed_break_even import ROWS, break_even
 from hf_linear_attention import convert
+from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
@@ -32,35 +34,50 @@ def test_real_heads():
         torch.testing.assert_close(heads.weights(), weights)
 
 
-def test_every_form_of_the_kernel_is_what_its_column_says():
-    calls, tensors = speed_kernels.calls(), speed_kernels.inputs(100)
-    outputs = {name: call(*tensors) for name, call in calls.items()}
-    # float32 sums of 100 terms in another order
-    torch.testing.assert_close(outputs["C"], outputs["torch"], rtol=1e-5, atol=1e-5)
-    if "performer-pytorch" in outputs:  # the same formula, but for its epsilon of 1e-6 under the sum
-        torch.testing.assert_close(outputs["performer-pytorch"], outputs["C"], rtol=1e-4, atol=1e-4)
-    for name in ("exp", "decay", "hybrid"):
-        assert (outputs[name] - outputs["C"]).abs().max() > 1e-3, name
+def test_every_rival_computes_what_its_row_says():
+    calls, tensors = rivals.performer_pytorch(), rivals.attention_inputs(100)
+    ours = rivals.mechanism_call(**speed.DECODERS["linear elu1"])
+    query, key, value = (x.double() for x in tensors)
+    weights = ((F.elu(query) + 1) @ (F.elu(key) + 1).transpose(-1, -2)).tril()
+    exact = weights / weights.sum(-1, keepdim=True) @ value
+    # float32 sums of 100 terms; performer-pytorch adds an epsilon of 1e-6 to the sum
+    for call in (ours, rivals.in_torch(ours), *calls.values()):
+        torch.testing.assert_close(call(*tensors).double(), exact, rtol=1e-4, atol=1e-4)
+    weights = (query @ key.transpose(-1, -2) / 8).softmax(-1)
+    torch.testing.assert_close(rivals.sdpa(*tensors, is_causal=False).double(), weights @ value, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rule", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
 def test_the_delta_rule_is_the_one_of_transformers(rule):
-    calls, tensors = speed_delta.calls(rule), speed_delta.inputs(70)
-    state = torch.randn(1, speed_delta.HEADS, speed_delta.DIM, speed_delta.DIM)
-    exact = calls[speed_delta.PEER]({name: x.double() for name, x in tensors.items()}, state.double())
-    for name, call in calls.items():
-        if "feature" in name:  # the same decay for every feature
-            tensors["by feature"] = tensors["by head"].unsqueeze(3).expand_as(tensors["query"])
-        for a, e in zip(call(tensors, state), exact):
+    tensors = rivals.delta_inputs(70)
+    state = torch.randn(1, rivals.DELTA_HEADS, rivals.DELTA_DIM, rivals.DELTA_DIM)
+    theirs = rivals.transformers_delta(rule)
+    exact = theirs(*(x.double() for x in tensors), state=state.double())
+    for call in (theirs, rivals.our_delta, rivals.in_torch(rivals.our_delta)):
+        for a, e in zip(call(*tensors, state=state), exact, strict=True):
             # float32 on both sides (transformers computes in it whatever it is given): sums of 128 terms, 70 times
-            assert (a.double() - e.double()).abs().max() <= 1e-5 * e.abs().max(), name
+            assert (a.double() - e.double()).abs().max() <= 1e-5 * e.abs().max()
 
 
-def test_break_even_is_the_length_from_which_softmax_stays_slower():
-    assert break_even([1, 2, 4], [0.5, 1.1, 2.0]) == 2
-    assert break_even([1, 2, 4], [1.5, 0.9, 2.0]) == 4
-    assert break_even([1, 2, 4], [0.1, 0.2, 0.9]) is None
-    assert {row["mechanism"] for row in ROWS.values()} == set(MECHANISMS)
+def test_stock_layers_are_timed_with_and_without_our_kernels():
+    methods = speed.stock_layer("Qwen3-Next", 40, with_backward=False)
+    with mock.patch.object(kernels_cpu, "library", wraps=kernels_cpu.library) as library:
+        methods[speed.STOCK]()
+        assert not library.called
+        methods["accelerated"]()
+        assert library.called
+
+
+def test_a_cell_has_the_median_the_quartiles_and_the_aim():
+    assert speed.cell([2, 4, 9, 8, 6], [1, 2, 3, 2, 1], None) == "3.00 (2.00-4.00)"
+    assert speed.cell([2, 4, 9, 8, 6], [1, 2, 3, 2, 1], 3) == "3.00 (2.00-4.00), aim 3"
+    assert speed.cell([2, 4, 9, 8, 6], [1, 2, 3, 2, 1], 3.2) == "3.00 (2.00-4.00), aim 3.2 missed"
+    assert speed.cell([0.995], [1], 1) == "0.995 (0.995-0.995), aim 1 missed"
+
+
+def test_all_mechanisms_are_timed():
+    timed = {row["mechanism"] for row in [*speed.ENCODERS.values(), *speed.DECODERS.values()]}
+    assert timed == set(MECHANISMS)
 
 
 def test_own_memory_leaves_out_the_pages_of_files():

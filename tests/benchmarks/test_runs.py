@@ -33,8 +33,7 @@ def rows(result: dict, number: int = 0) -> dict[str, list]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("speed_break_even", "speed_kernels", "speed_delta", "speed_decoding", "speed_models"),
-        *("speed_conversion", "shared_prefix", "long_prompts", "memory_healing"),
+        *("speed_conversion", "long_prompts", "memory_healing"),
         *("papers.copy_task", "papers.restore_projections"),
     ],
 )
@@ -56,8 +55,19 @@ def test_graphs_for_onnxruntime(tmp_path):
 
 
 @pytest.mark.benchmarks
-def test_long_prefills(tmp_path):
-    assert len(rows(run("speed_models", tmp_path, "--long"))) == 1
+def test_every_table_of_speed(tmp_path):
+    speed = importlib.import_module("benchmarks.speed")
+    result = run("speed", tmp_path)
+    comparisons = speed.tables_of_attention(int) | speed.tables_of_models(int, speed.LARGE)
+    assert list(result["milliseconds"]) == list(comparisons)
+    for comparison, table in zip(comparisons.values(), result["tables"], strict=True):
+        first, *others = (row[0] for row in table["rows"])
+        assert first == f"{comparison.rival}, CPU ms"
+        assert set(comparison.aims) <= set(others)
+        assert all(len(aims) == len(comparison.cases) for aims in comparison.aims.values())
+    assert all(value > 0 for value in result["milliseconds"]["minilm"]["129"].values())
+    with pytest.raises(SystemExit, match="--tables: decoder; allowed are encoders, decoders"):
+        speed.main(["--tables", "decoder"])
 
 
 @pytest.mark.benchmarks

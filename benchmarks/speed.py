@@ -1,0 +1,296 @@
+"""Speed on a CPU against what users would take instead (one thread, CPU time).
+
+    python -m benchmarks.speed
+
+Every column of a table is one case, in which all methods take turns with a rival, for `--seconds`, but at least three
+rounds. The first row has the rival's CPU milliseconds. A cell below has the median over rounds of the rival's
+time over the method's, its quartiles, and its aim if there is one; `missed` stands where the median is below the aim.
+`--tables` measures some of the tables.
+
+Attention alone has 12 heads of 64 and a batch of 1, the gated delta rule 16 heads of 128; models have random weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from transformers import StaticCache
+
+from benchmarks import rivals
+from benchmarks.common import Table, medians, parse, save, table, times_in_turns, write
+from benchmarks.models import (
+    DEFAULT,
+    LARGE,
+    LINEAR,
+    MODELS,
+    SOFTMAX,
+    decoder,
+    forward_pass,
+    steps_of,
+    training_step,
+    variants,
+)
+from hf_linear_attention import PromptStore, accelerate_stock_models, convert
+from hf_linear_attention.default_settings import DEFAULTS
+
+
+Methods = Mapping[str, Callable[[], Any]]
+
+
+class Comparison(NamedTuple):
+    """A table: `cases` make the methods of each column, with the rival; `aims` are by row, one for each column."""
+
+    title: str
+    rival: str
+    cases: Mapping[str, Callable[[], Methods]]
+    aims: Mapping[str, Sequence[float | None]] = {}
+
+
+def cell(rival: Sequence[float], mine: Sequence[float], aim: float | None) -> str:
+    """The median of the rival's time over mine, its quartiles, and the aim."""
+    ratios = [theirs / own for theirs, own in zip(rival, mine, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    median = statistics.median(ratios)
+    wanted = "" if aim is None else f", aim {aim:g}" + " missed" * (round(median, 2) < aim)
+    return f"{median:#.3g} ({low:#.3g}-{high:#.3g}){wanted}"
+
+
+def measure(comparison: Comparison, rounds: int, seconds: float) -> tuple[Table, dict[str, Any]]:
+    """The table, and the median milliseconds by column and method."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for column, made in comparison.cases.items():
+        found[column] = times_in_turns(made(), rounds, seconds=seconds)
+        write(f"{comparison.title}, {column}")
+    names = dict.fromkeys(name for times in found.values() for name in times if name != comparison.rival)
+    milliseconds = {column: medians(times, 1e-3) for column, times in found.items()}
+    rows: list[list[Any]] = [
+        [f"{comparison.rival}, CPU ms", *(times[comparison.rival] for times in milliseconds.values())]
+    ]
+    for name in names:
+        aims = comparison.aims.get(name, [None] * len(found))
+        pairs = [
+            (times[comparison.rival], times.get(name), aim) for times, aim in zip(found.values(), aims, strict=True)
+        ]
+        rows.append([name, *(None if mine is None else cell(rival, mine, aim) for rival, mine, aim in pairs)])
+    return table([comparison.title, *found], rows), milliseconds
+
+
+SDPA, TRANSFORMERS, STOCK, AGAIN = "sdpa", "transformers", "stock layer", "the prefix read again"
+ENCODERS: dict[str, dict[str, Any]] = {
+    "window 128 + 1 (default)": DEFAULTS["bidirectional"],
+    "linear elu1": LINEAR["linear elu1"],
+    "linear exp": LINEAR["linear exp"],
+    "hybrid 64 + 1": DEFAULTS["encoder_decoder"],
+    "performer 256": {"mechanism": "performer", "num_features": 256},
+    "linformer 128": {"mechanism": "linformer", "projection_size": 128},
+    "linformer_linear exp 128": {"mechanism": "linformer_linear", "feature_map": "exp", "projection_size": 128},
+    "nystrom 64": {"mechanism": "nystrom", "num_landmarks": 64},
+    "latent 64": {"mechanism": "latent", "num_latents": 64},
+    "aft simple": {"mechanism": "aft", "variant": "simple"},
+    "aft full": {"mechanism": "aft", "variant": "full"},
+}
+DECODERS: dict[str, dict[str, Any]] = {
+    "hybrid, exact keys (default)": DEFAULTS["causal"],
+    "window 64 + 4": {"mechanism": "window", "window_size": 64, "num_sinks": 4},
+    "hybrid 64 + 4": {"mechanism": "hybrid", "window_size": 64, "num_sinks": 4},
+    "linear elu1": LINEAR["linear elu1"],
+    "linear exp": LINEAR["linear exp"],
+    "linear exp, gated": {**LINEAR["linear exp"], "decay": "gated", "input_gate": True},
+    "linear taylor": {"mechanism": "linear", "feature_map": "taylor"},
+    "gated_delta": {"mechanism": "gated_delta"},
+    "performer 256": {"mechanism": "performer", "num_features": 256},
+    "aft local 32": {"mechanism": "aft", "variant": "local", "window_size": 32},
+}
+# Beyond these lengths a round takes too long.
+LONGEST = {"aft full": 1024, "aft local 32": 512, "linear taylor": 512, "performer-pytorch": 512}
+
+
+def alone(forms: Mapping[str, dict[str, Any]], is_causal: bool, length: int, with_backward: bool = False) -> Methods:
+    """Attention by itself; what computes causal attention for others stands beside ours."""
+    calls: dict[str, rivals.Call] = {SDPA: partial(rivals.sdpa, is_causal=is_causal)}
+    calls |= {
+        name: rivals.mechanism_call(is_causal, length, **settings)
+        for name, settings in forms.items()
+        if length <= LONGEST.get(name, length)
+    }
+    if is_causal:
+        calls["linear elu1 in torch"] = rivals.in_torch(calls["linear elu1"])
+        calls |= rivals.performer_pytorch() if length <= LONGEST["performer-pytorch"] else {}
+    tensors = rivals.attention_inputs(length)
+    gradient = torch.ones_like(tensors[0]) if with_backward else None
+    return {name: partial(rivals.attend, call, tensors, gradient) for name, call in calls.items()}
+
+
+def delta(rule: str, length: int, with_backward: bool = False) -> Methods:
+    """The gated delta rule; a rule of one token continues a state."""
+    calls = {TRANSFORMERS: rivals.transformers_delta(rule), "C": rivals.our_delta}
+    calls["torch"] = rivals.in_torch(rivals.our_delta)
+    tensors = rivals.delta_inputs(length)
+    gradient = torch.ones_like(tensors[2]) if with_backward else None
+    state = torch.randn(1, rivals.DELTA_HEADS, rivals.DELTA_DIM, rivals.DELTA_DIM) if length == 1 else None
+    outputs = {name: lambda *x, call=call: call(*x, state=state)[0] for name, call in calls.items()}
+    return {name: partial(rivals.attend, call, tensors, gradient) for name, call in outputs.items()}
+
+
+def stock_layer(name: str, length: int, with_backward: bool) -> Methods:
+    """A linear layer of transformers, hidden size 1,024, with and without `accelerate_stock_models`."""
+    layer = rivals.stock_layers()[name]
+    hidden_states = torch.randn(1, length, 1024, requires_grad=with_backward)
+
+    def run(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        with torch.set_grad_enabled(with_backward), rivals.torch_code(sys.modules[type(layer).__module__]), context():
+            output = layer(hidden_states)
+            if with_backward:
+                output.sum().backward()
+
+    return {STOCK: partial(run, contextlib.nullcontext), "accelerated": partial(run, accelerate_stock_models)}
+
+
+def whole(call_of: Callable[[Any, int], Any], name: str, settings: dict[str, Any], length: int) -> Methods:
+    """A call of a whole model."""
+    return {key: call_of(model, length) for key, model in variants(name, settings).items()}
+
+
+def steps(name: str, context: int, dtype: torch.dtype = torch.float32) -> Methods:
+    """One token of a whole model behind a context."""
+    return steps_of(variants(name, DEFAULT | LINEAR, dtype), context)
+
+
+def compiled(name: str, context: int) -> Methods:
+    """Eager and compiled steps, each with a static cache."""
+    made = {}
+    for key, model in variants(name, DEFAULT).items():
+        for form, forward in (("eager", model), ("compiled", torch.compile(model, fullgraph=True))):
+            cache = StaticCache(config=model.config, max_cache_len=context)
+            with torch.inference_mode():
+                model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)  # which makes its tensors
+            made[f"{key}, {form}"] = decoder(forward, cache)
+    return made
+
+
+def first_token(name: str, length: int) -> Methods:
+    """The first token of a question of 32 tokens behind a prefix that an earlier prompt had.
+
+    The state is read from its file every time, checked, and the store is opened anew as another process would.
+    """
+    torch.manual_seed(0)
+    model = convert(MODELS[name]().eval())
+    prefix = torch.randint(3, 32000, (1, length))
+    prompts = [torch.cat([prefix, torch.randint(3, 32000, (1, 32))], dim=1) for _ in range(2)]
+    folder = tempfile.TemporaryDirectory()
+    PromptStore(model, folder.name, boundary=length).read(prompts[0])
+
+    def generate(cache: Any = None) -> torch.Tensor:
+        return model.generate(prompts[1], past_key_values=cache, max_new_tokens=1, do_sample=False)
+
+    def stored() -> torch.Tensor:
+        return generate(PromptStore(model, folder.name, boundary=length).read(prompts[1]))
+
+    if not torch.equal(generate(), stored()):
+        raise SystemExit("the stored state gives another token")
+    # The folder lives as long as what reads it.
+    return {AGAIN: generate, "its state from a PromptStore": lambda kept=folder: stored()}
+
+
+def by_length(lengths: Sequence[int], make: Callable[..., Methods], label: str = "", **more: Any) -> dict[str, Any]:
+    """A case for every length."""
+    return {f"{label}{length:,}": partial(make, length=length, **more) for length in lengths}
+
+
+def tables_of_attention(size: Callable[[int], int]) -> dict[str, Comparison]:
+    """Attention by itself; `size` says how long what should have so many tokens is."""
+    short, long = [size(512), size(1024), size(8192)], [size(512), size(2048), size(8192)]
+    encoders, decoders = partial(alone, ENCODERS, False), partial(alone, DECODERS, True)
+    chunks, one = partial(delta, "torch_chunk_gated_delta_rule"), partial(delta, "torch_recurrent_gated_delta_rule")
+    backward = {"label": "with backward, ", "with_backward": True}
+    layers = {
+        f"{name}, {mode}": partial(stock_layer, name, size(1024), mode != "forward")
+        for name in ("Qwen3-Next", "Kimi Linear")
+        for mode in ("forward", "with backward")
+    }
+    return {
+        "encoders": Comparison(
+            "attention of encoders, tokens",
+            SDPA,
+            by_length(short, encoders) | by_length([size(512), size(2048)], encoders, **backward),
+            {"window 128 + 1 (default)": [1, 1.5, 5, None, None]},
+        ),
+        "decoders": Comparison(
+            "attention of decoders, tokens",
+            SDPA,
+            by_length(long, decoders) | by_length(long[:2], decoders, **backward),
+        ),
+        "delta": Comparison(
+            "gated delta rule, tokens",
+            TRANSFORMERS,
+            by_length([size(256), size(1024)], chunks)
+            | by_length([size(256), size(1024)], chunks, **backward)
+            | {"a step": partial(one, 1)},
+        ),
+        "stock_layers": Comparison(f"layers, {size(1024):,} tokens", STOCK, layers),
+    }
+
+
+def tables_of_models(size: Callable[[int], int], large: str) -> dict[str, Comparison]:
+    """Whole models, of which `large` is the largest."""
+    reading, training, forms = partial(whole, forward_pass), partial(whole, training_step), DEFAULT | LINEAR
+    more = {name: ENCODERS[name] for name in ("hybrid 64 + 1", "linformer 128", "nystrom 64")}
+    more["linformer 128"] = {**more["linformer 128"], "projection": "mean-pool"}  # for any length
+    texts, contexts = map(size, (64, 128, 256, 512, 2048, 8192)), [size(512), size(4096), size(32768)]
+    part = f"{large}, 2 of 12 layers" if large == LARGE else large
+    prefill = by_length([size(512), size(2048)], reading, f"{large}, ", name=large, settings=forms)
+    prefill |= by_length([size(8192)], reading, f"{part}, ", name=part, settings=forms)
+    prefill |= by_length([size(32768)], reading, f"{part}, ", name=part, settings=DEFAULT)
+    trained = by_length([size(512), size(2048)], training, "MiniLM, ", name="MiniLM", settings=forms)
+    trained |= by_length([size(512), size(1024)], training, f"{large}, ", name=large, settings=DEFAULT)
+    decoding = {f"{name}, {n:,}": partial(steps, name, n) for name in ("Llama 15M", large) for n in contexts}
+    return {
+        "minilm": Comparison(
+            "MiniLM, tokens of a text",
+            SOFTMAX,
+            by_length(texts, reading, name="MiniLM", settings=forms | more),
+            {"default": [1, 1, 1, 1, 1.3, None]},
+        ),
+        "prefill": Comparison("prefill, tokens", SOFTMAX, prefill),
+        "steps": Comparison("a step, tokens of context", SOFTMAX, decoding),
+        "compiled": Comparison(
+            f"a step of Llama 15M, static cache of {size(512)} tokens",
+            f"{SOFTMAX}, eager",
+            {"a step": partial(compiled, "Llama 15M", size(512))},
+        ),
+        "training": Comparison("a training step, tokens", SOFTMAX, trained),
+        "prefix": Comparison(
+            "first token of Llama 15M behind a prefix of",
+            AGAIN,
+            by_length([size(1024), size(8192), size(32768)], first_token, name="Llama 15M"),
+        ),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure all tables, or some."""
+    names = [*tables_of_attention(int), *tables_of_models(int, LARGE)]
+    arguments = parse(__doc__, argv, {"rounds": 1}, tables=names, rounds=25, seconds=8.0)
+    unknown = set(arguments.tables) - set(names)
+    if unknown:
+        raise SystemExit(f"--tables: {', '.join(sorted(unknown))}; allowed are {', '.join(names)}")
+    size, large = ((lambda n: 128 + n // 64), "Llama 15M") if arguments.quick else (int, LARGE)
+    made = tables_of_attention(size) | tables_of_models(size, large)
+    found = {name: measure(made[name], arguments.rounds, arguments.seconds) for name in arguments.tables}
+    save(
+        arguments,
+        "speed",
+        [shown for shown, _ in found.values()],
+        milliseconds={name: times for name, (_, times) in found.items()},
+    )
+
+
+if __name__ == "__main__":
+    main()
