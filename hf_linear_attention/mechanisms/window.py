@@ -25,7 +25,7 @@ Axes: B batch, H query heads, Hkv key/value heads, N length, D head dimension, s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -44,7 +44,7 @@ from ..torch_kernels.blocks import (
     with_dtype,
 )
 from ..torch_kernels.implementations import implemented
-from ..torch_kernels.window import NearKeys, Part, SinkKeys, dense_attention, exact_part, join
+from ..torch_kernels.window import NearKeys, Part, SinkKeys, dense_attention, exact_part, join, window_in_blocks
 from .base import (
     AttentionMechanism,
     LayerShape,
@@ -540,13 +540,19 @@ def attend_both_ways(mechanism: Any, inputs: MechanismInputs) -> Tensor:
     """
     if mechanism.alibi is not None:
         raise NotImplementedError(f"{type(mechanism).__name__} has no bidirectional form with ALiBi.")
-    if not mechanism.has_sums and _is_short(mechanism, inputs):
+    length, is_plain = inputs.query.shape[2], _is_plain(mechanism, inputs)
+    if is_plain and length <= 2 * mechanism.window_size:
         return _attend_to_all(mechanism, inputs)
     tokens = _ordered(inputs, mechanism.num_sinks)
     places, is_there = _places_of_sinks(tokens, mechanism.num_sinks)
     sink_query, *sinks = (gather_tokens(x, places) * is_there[:, None, :, None].to(x.dtype) for x in inputs[:3])
     outputs = OutputParts(inputs.query, tokens.order)
     whole = None if mechanism.has_sums else _attend_at_once(mechanism, tokens, tuple(sinks))
+    if whole is None and is_plain and length <= 4 * mechanism.window_size:
+        return _attend_to_all(mechanism, inputs)
+    if is_plain and inputs.attention_mask is not None:
+        key, value = (shown(x, inputs.attention_mask) for x in (inputs.key, inputs.value))
+        tokens = replace(tokens, inputs=inputs._replace(key=key, value=value))
     chunks = _chunks(inputs.query, mechanism.window_size) if whole is None else []
     if whole is not None:
         outputs.append(_without_padding(whole, tokens, slice(None)))
@@ -564,10 +570,13 @@ def attend_both_ways(mechanism: Any, inputs: MechanismInputs) -> Tensor:
     return output.scatter(1, index, rows) if torch.is_grad_enabled() else output.scatter_(1, index, rows)
 
 
-def _is_short(mechanism: Any, inputs: MechanismInputs) -> bool:
-    """Whether so many tokens are within the window that softmax over all of them is the fastest way."""
+def _is_plain(mechanism: Any, inputs: MechanismInputs) -> bool:
+    """Whether torch's fused softmax, with a mask, can compute the window and the global keys.
+
+    It is the fastest way for inputs of at most two windows, and where no kernel of ours runs, of at most four.
+    """
     query = inputs.query
-    if needs_plain(query) or is_free(query.shape[2]) or query.shape[2] > 2 * mechanism.window_size:
+    if mechanism.has_sums or needs_plain(query) or is_free(query.shape[2]):
         return False
     return mechanism.move_to_sinks(query, inputs.positions) is None
 
@@ -659,7 +668,7 @@ def _chunks(query: Tensor, window_size: int) -> list[slice]:
     batch, heads, length, width = query.shape
     if torch.is_grad_enabled() or not is_eager(query):
         return [slice(0, length)]
-    size = max(2 * window_size, QUERIES_AT_ONCE // max(1, batch * heads * width))
+    size = max(2, QUERIES_AT_ONCE // max(1, batch * heads * width * window_size)) * window_size
     return [slice(start, min(length, start + size)) for start in range(0, length, size)]
 
 
@@ -736,5 +745,8 @@ def _attend_chunk(
         behind = [(output, size - excess) for output, size in behind]
     near = NearKeys(to_near.key, to_near.value, to_near.kind == ORDINARY, w - 1)
     seen = tokens.sees(sinks[0].shape[2]).expand(-1, length, -1)
+    if _is_plain(mechanism, inputs):
+        keys = SinkKeys(sinks[0], sinks[1], seen, None)
+        return window_in_blocks(inputs.query, near, keys, inputs.scaling), before
     position = tokens.position[:, chunk]
     return mechanism.attend_near_and_far(inputs, near, sinks, seen, position, behind), before

@@ -30,6 +30,9 @@ LOGITS_IN_CACHE = 1 << 18
 LOWEST_EXPONENT = -60.0
 FLUSHED = 1.01 * math.exp(LOWEST_EXPONENT), 0.0  # a weight that is not larger, and what it becomes
 
+# Queries of a block of `window_in_blocks`: fewer do not fill the fused kernel's own blocks.
+SMALLEST_BLOCK = 64
+
 
 class NearKeys(NamedTuple):
     """Consecutive keys, padded before the first query: query t sees the keys t .. t + width - 1."""
@@ -75,6 +78,32 @@ def exact_part(
         return found
     options: dict[str, Any] = {"centre": near.centre, "distance": sinks.distance}
     return plain_window(*given, scaling, log_decay=log_decay, is_scale_constant=is_scale_constant, **options)
+
+
+def window_in_blocks(query: torch.Tensor, near: NearKeys, sinks: SinkKeys, scaling: float) -> torch.Tensor:
+    """The output `[B, H, N, W]` of `plain_window` alone, by torch's fused kernel, without ALiBi and packed sequences.
+
+    Rows of blocks of queries compare with the keys of a whole block, as in Longformer (2020, appendix A). Rows that see
+    no key have any finite value. Hidden keys and values must be finite.
+    """
+    batch, _, length, width = *query.shape[:3], near.key.shape[2] - query.shape[2] + 1
+    size = min(length, max(SMALLEST_BLOCK, near.centre + 1))
+    span, missing = width + size - 1, incomplete(length, size)
+    place, row = (torch.arange(n, dtype=torch.long, device=query.device) for n in (span, size))
+    offset = place - row[:, None]
+    visible = _spans(near.visible, 1, span, size, missing)[:, :, None] & (offset >= 0) & (offset < width)
+    visible = visible | (offset == near.centre)  # that of the query itself: no row may be empty
+    seen = _query_blocks(sinks.seen.expand(batch, length, -1), 1, size)
+    visible = torch.cat((seen, visible), dim=3)
+    addend = query.new_zeros(visible.shape).masked_fill_(~visible, torch.finfo(query.dtype).min)
+    count = visible.shape[1]
+    keys = (
+        torch.cat((sink.unsqueeze(2).expand(-1, -1, count, -1, -1), _spans(x, 2, span, size, missing)), dim=3)
+        for x, sink in ((near.key, sinks.key), (near.value, sinks.value))
+    )
+    blocks = (x.transpose(1, 2).flatten(0, 1) for x in (_query_blocks(query, 2, size), *keys))
+    output = dense_attention(*blocks, addend.flatten(0, 1).unsqueeze(1), scaling)
+    return output.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
 def plain_window(
@@ -153,7 +182,12 @@ def _of_own_sequence(numbers: torch.Tensor, centre: int, length: int, width: int
 
 def _query_blocks(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """Pad the N of `dim` to whole blocks of `size` and split it into them."""
-    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, incomplete(x.shape[dim], size))).unflatten(dim, (-1, size))
+    return _padded(x, dim, incomplete(x.shape[dim], size)).unflatten(dim, (-1, size))
+
+
+def _padded(x: torch.Tensor, dim: int, missing: int) -> torch.Tensor:
+    """`x` with so many more at the end of `dim`; padding by 0 would copy."""
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if is_free(missing) or missing else x
 
 
 def _softmax(
@@ -228,7 +262,7 @@ def _maximum(logits: tuple[torch.Tensor, ...], is_constant: bool) -> torch.Tenso
 
 def _spans(x: torch.Tensor, dim: int, span: int, size: int, missing: int) -> torch.Tensor:
     """The `span` tokens from every `size`-th on, `[.., blocks, span, ..]`, of those at `dim` and `missing` more."""
-    x = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing))
+    x = _padded(x, dim, missing)
     if not is_free(size):
         return x.unfold(dim, span, size).movedim(-1, dim + 1)
     blocks = (x.shape[dim] - span) // size + 1
