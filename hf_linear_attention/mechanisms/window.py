@@ -25,7 +25,7 @@ Axes: B batch, H query heads, Hkv key/value heads, N length, D head dimension, s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -550,9 +550,6 @@ def attend_both_ways(mechanism: Any, inputs: MechanismInputs) -> Tensor:
     whole = None if mechanism.has_sums else _attend_at_once(mechanism, tokens, tuple(sinks))
     if whole is None and is_plain and length <= 4 * mechanism.window_size:
         return _attend_to_all(mechanism, inputs)
-    if is_plain and inputs.attention_mask is not None:
-        key, value = (shown(x, inputs.attention_mask) for x in (inputs.key, inputs.value))
-        tokens = replace(tokens, inputs=inputs._replace(key=key, value=value))
     chunks = _chunks(inputs.query, mechanism.window_size) if whole is None else []
     if whole is not None:
         outputs.append(_without_padding(whole, tokens, slice(None)))
@@ -746,6 +743,8 @@ def _attend_chunk(
     near = NearKeys(to_near.key, to_near.value, to_near.kind == ORDINARY, w - 1)
     seen = tokens.sees(sinks[0].shape[2]).expand(-1, length, -1)
     if _is_plain(mechanism, inputs):
+        if tokens.inputs.attention_mask is not None:
+            near = near._replace(key=shown(near.key, near.visible), value=shown(near.value, near.visible))
         keys = SinkKeys(sinks[0], sinks[1], seen, None)
         return window_in_blocks(inputs.query, near, keys, inputs.scaling), before
     position = tokens.position[:, chunk]

@@ -95,14 +95,13 @@ def window_in_blocks(query: torch.Tensor, near: NearKeys, sinks: SinkKeys, scali
     visible = visible | (offset == near.centre)  # that of the query itself: no row may be empty
     seen = _query_blocks(sinks.seen.expand(batch, length, -1), 1, size)
     visible = torch.cat((seen, visible), dim=3)
-    addend = query.new_zeros(visible.shape).masked_fill_(~visible, torch.finfo(query.dtype).min)
     count = visible.shape[1]
-    keys = (
+    key, value = (
         torch.cat((sink.unsqueeze(2).expand(-1, -1, count, -1, -1), _spans(x, 2, span, size, missing)), dim=3)
         for x, sink in ((near.key, sinks.key), (near.value, sinks.value))
     )
-    blocks = (x.transpose(1, 2).flatten(0, 1) for x in (_query_blocks(query, 2, size), *keys))
-    output = dense_attention(*blocks, addend.flatten(0, 1).unsqueeze(1), scaling)
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (_query_blocks(query, 2, size), key, value))
+    output = dense_attention(query, key, value, visible.flatten(0, 1).unsqueeze(1), scaling)
     return output.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 

@@ -162,10 +162,10 @@ def test_the_formula_itself_is_near_exact_with_as_many_landmarks_as_tokens():
     assert matrix.grad.isfinite().all()
 
 
-# Up to two windows of 8 torch computes all weights, then one kernel, or without it chunks.
+# Up to two windows of 8 torch computes all weights, and up to four without kernels; then one kernel, or blocks of 64.
 @pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("kind", ["none", "left", "right", "interior", "nothing"])
-@pytest.mark.parametrize("length", [1, 8, 9, 16, 17, 50])
+@pytest.mark.parametrize("length", [1, 8, 9, 16, 17, 50, 150])
 def test_windows_of_encoders(length, kind, has_kernels, monkeypatch):
     if not has_kernels:
         monkeypatch.setattr(kernels_cpu, "library", lambda: None)
