@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer, StaticLayer
 
 from ..mechanisms.base import MechanismInputs, State
+from ..torch_kernels.blocks import is_tracing
 
 
 # The attributes in which LinearAttentionLayer keeps Mamba or convolution states, for layers that also have attention.
@@ -63,6 +64,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         self.cumulative_length: int | torch.Tensor = torch.tensor(0, dtype=torch.long, device="cpu") if static else 0
         self.siblings: list[Any] = []  # all layers of the cache
         self.state: State | None = None
+        self.owns_state = False  # whether one more token may be written over it, because no other tensor has its memory
         self.signature: str | None = None  # identifies the mechanism that made the state
         self.num_growing = 0  # of the tensors at the end of the state, those that grow with the length
         self.layout: tuple[Any, ...] | None = None  # heads, sizes and dtypes of the keys and values in the state
@@ -177,7 +179,10 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             self.query_layout = self.query_layout or (query.shape[1], query.shape[3], query.dtype)
         if self.record_past:
             self.recorded.append(Tokens(key, value, mask, inputs.positions, inputs.gates, query))
+        owns_state = self.owns_state and all(new is old for new, old in zip(state, self.state or ()))
         self.store(state, key.shape[2])
+        if key.shape[2] == 1 and not is_tracing():
+            self.owns_state = owns_state or all(x is not None and has_own_memory(x) for x in state)
 
     def store(self, state: State, num_tokens: int = 0) -> None:
         """Replace the stored state by one of `num_tokens` more tokens."""
@@ -185,7 +190,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             self.cumulative_length += num_tokens
         elif num_tokens:
             self.cumulative_length.add_(num_tokens)
-        self.batch_size = state[0].shape[0]
+        self.batch_size, self.owns_state = state[0].shape[0], False
         if self.static and self.state is not None and self.state[0].shape == state[0].shape:
             for old, new in zip(self.state, state):
                 if new is not old:  # written in place
@@ -251,7 +256,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
     def absorbed(self, state: State | None) -> None:
         """Store the `state` that now includes `pending`; the next rollback starts from it."""
         self.state = self.state_at_crop = state
-        self.pending = None
+        self.pending, self.owns_state = None, False
 
     def get_seq_length(self) -> int | torch.Tensor:
         """The number of tokens seen; a tensor if `static`."""
@@ -280,7 +285,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         LinearAttentionLayer.reset(self)
         self.state = self.state_at_crop = self.pending = self.keys = self.values = None
         self.signature = self.layout = self.gate_layout = self.query_layout = None
-        self.is_claimed = False
+        self.is_claimed = self.owns_state = False
         self.recorded = []
         if self.static:
             self.cumulative_length.zero_()
@@ -318,6 +323,11 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         """Do nothing: the state is small and does not grow."""
 
     prefetch = offload
+
+
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is dense and fills its memory, as a part of another one does not."""
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _describe(layout: tuple) -> str:

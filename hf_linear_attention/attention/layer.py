@@ -272,7 +272,7 @@ class LinearizedAttention:
             )
         if state_layer is None:
             return self.linear_attention(inputs, None)[0]
-        in_place = state_layer.static and not state_layer.record_past
+        in_place = (state_layer.static or (state_layer.owns_state and not is_tracing())) and not state_layer.record_past
         if state_layer.pending is not None:
             self._absorb_pending(state_layer, inputs.scaling)
         mechanism_inputs = inputs._replace(in_place=True) if in_place else inputs

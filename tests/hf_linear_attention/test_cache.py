@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, QuantizedCache, StaticCache, cach
 
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.cache import LinearAttentionStateLayer
+from hf_linear_attention.kernels import cpu as kernels_cpu
 
 
 IDS = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(3))
@@ -74,6 +75,33 @@ def test_other_rows_are_refused_before_anything_changes(name, rows, new):
     said = rf"a cache of {cached} rows? and an input of {given}\.{repeat}"
     refuses(model, IDS[:given, 5 : 5 + new], cache, said)
     goes_on(model, cache, cached)
+
+
+@pytest.mark.skipif(kernels_cpu.library() is None, reason="only the C kernel of a step writes over a state")
+def test_a_step_writes_over_the_state_that_a_step_before_it_made():
+    """And over no other: not over that of a prompt, whose memory others may have, a copied or a recorded one."""
+    model = build("hybrid")
+    expected = read(model, IDS).logits
+    cache = read(model, IDS[:, :4]).past_key_values
+    held, layer = [], cache.layers[0]
+    for place in range(4, 9):
+        if place == 7:
+            copied, recorded = copy.deepcopy(cache), copy.deepcopy(cache)
+            recorded.activate_past_recording()
+        held.append((layer.state, [x.clone() for x in layer.state]))
+        found = read(model, IDS[:, place : place + 1], cache).logits
+        torch.testing.assert_close(found, expected[:, place : place + 1], atol=1e-4, rtol=1e-4)
+    kept = [all(map(torch.equal, *pair)) for pair in held]
+    assert kept == [True, False, False, False, False]
+    assert layer.state[0] is held[1][0][0]
+    goes_on(model, copied, 3, start=7)
+    read(model, IDS[:, 7:8], recorded)
+    recorded.crop(-1)
+    goes_on(model, recorded, 3, start=7)
+    cache.reorder_cache(torch.tensor([2, 2, 0]))
+    assert not layer.owns_state
+    cache.reset()
+    assert not layer.owns_state
 
 
 def test_an_emptied_cache_takes_any_rows():
