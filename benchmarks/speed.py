@@ -4,7 +4,7 @@
 
 Every column of a table is one case, in which all methods take turns with a rival, for `--seconds`, but at least three
 rounds. The first row has the rival's CPU milliseconds. A cell below has the median over rounds of the rival's
-time over the method's, its quartiles, and its aim if there is one; `missed` stands where the median is below the aim.
+time over the method's, its quartiles, and its aim if that is not 1; `missed` stands where the median is below the aim.
 `--tables` measures some of the tables.
 
 Attention alone has 12 heads of 64 and a batch of 1, the gated delta rule 16 heads of 128; models have random weights.
@@ -13,6 +13,7 @@ Attention alone has 12 heads of 64 and a batch of 1, the gated delta rule 16 hea
 from __future__ import annotations
 
 import contextlib
+import copy
 import statistics
 import sys
 import tempfile
@@ -54,11 +55,12 @@ class Comparison(NamedTuple):
 
 
 def cell(rival: Sequence[float], mine: Sequence[float], aim: float | None) -> str:
-    """The median of the rival's time over mine, its quartiles, and the aim."""
+    """The median of the rival's time over mine, its quartiles, and the aim; None for another rival."""
     ratios = [theirs / own for theirs, own in zip(rival, mine, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     median = statistics.median(ratios)
-    wanted = "" if aim is None else f", aim {aim:g}" + " missed" * (round(median, 2) < aim)
+    wanted = "" if aim in (None, 1) else f", aim {aim:g}"
+    wanted += " missed" if aim is not None and round(median, 2) < aim else ""
     return f"{median:#.3g} ({low:#.3g}-{high:#.3g}){wanted}"
 
 
@@ -74,7 +76,7 @@ def measure(comparison: Comparison, rounds: int, seconds: float) -> tuple[Table,
         [f"{comparison.rival}, CPU ms", *(times[comparison.rival] for times in milliseconds.values())]
     ]
     for name in names:
-        aims = comparison.aims.get(name, [None] * len(found))
+        aims = comparison.aims.get(name, [1] * len(found))
         pairs = [
             (times[comparison.rival], times.get(name), aim) for times, aim in zip(found.values(), aims, strict=True)
         ]
@@ -83,6 +85,7 @@ def measure(comparison: Comparison, rounds: int, seconds: float) -> tuple[Table,
 
 
 SDPA, TRANSFORMERS, STOCK, AGAIN = "sdpa", "transformers", "stock layer", "the prefix read again"
+COPY = f"{SOFTMAX}, a copy"
 ENCODERS: dict[str, dict[str, Any]] = {
     "window 128 + 1 (default)": DEFAULTS["bidirectional"],
     "linear elu1": LINEAR["linear elu1"],
@@ -153,9 +156,14 @@ def stock_layer(name: str, length: int, with_backward: bool) -> Methods:
     return {STOCK: partial(run, contextlib.nullcontext), "accelerated": partial(run, accelerate_stock_models)}
 
 
-def whole(call_of: Callable[[Any, int], Any], name: str, settings: dict[str, Any], length: int) -> Methods:
-    """A call of a whole model."""
-    return {key: call_of(model, length) for key, model in variants(name, settings).items()}
+def whole(
+    call_of: Callable[[Any, int], Any], name: str, settings: dict[str, Any], length: int, copies: bool = False
+) -> Methods:
+    """A call of a whole model; a copy shows how much the place of the weights in memory matters."""
+    models = variants(name, settings)
+    if copies:
+        models[COPY] = copy.deepcopy(models[SOFTMAX])
+    return {key: call_of(model, length) for key, model in models.items()}
 
 
 def steps(name: str, context: int, dtype: torch.dtype = torch.float32) -> Methods:
@@ -220,12 +228,13 @@ def tables_of_attention(size: Callable[[int], int]) -> dict[str, Comparison]:
             "attention of encoders, tokens",
             SDPA,
             by_length(short, encoders) | by_length([size(512), size(2048)], encoders, **backward),
-            {"window 128 + 1 (default)": [1, 1.5, 5, None, None]},
+            {"window 128 + 1 (default)": [1, 1.5, 5, 1, 1]},
         ),
         "decoders": Comparison(
             "attention of decoders, tokens",
             SDPA,
             by_length(long, decoders) | by_length(long[:2], decoders, **backward),
+            {"performer-pytorch": [None] * 5},
         ),
         "delta": Comparison(
             "gated delta rule, tokens",
@@ -243,7 +252,8 @@ def tables_of_models(size: Callable[[int], int], large: str) -> dict[str, Compar
     reading, training, forms = partial(whole, forward_pass), partial(whole, training_step), DEFAULT | LINEAR
     more = {name: ENCODERS[name] for name in ("hybrid 64 + 1", "linformer 128", "nystrom 64")}
     more["linformer 128"] = {**more["linformer 128"], "projection": "mean-pool"}  # for any length
-    texts, contexts = map(size, (64, 128, 256, 512, 2048, 8192)), [size(512), size(4096), size(32768)]
+    texts, contexts = [size(n) for n in (64, 128, 256, 512, 2048, 8192)], [size(512), size(4096), size(32768)]
+    read_text = partial(reading, name="MiniLM", settings=forms | more)
     part = f"{large}, 2 of 12 layers" if large == LARGE else large
     prefill = by_length([size(512), size(2048)], reading, f"{large}, ", name=large, settings=forms)
     prefill |= by_length([size(8192)], reading, f"{part}, ", name=part, settings=forms)
@@ -255,11 +265,11 @@ def tables_of_models(size: Callable[[int], int], large: str) -> dict[str, Compar
         "minilm": Comparison(
             "MiniLM, tokens of a text",
             SOFTMAX,
-            by_length(texts, reading, name="MiniLM", settings=forms | more),
-            {"default": [1, 1, 1, 1, 1.3, None]},
+            by_length(texts[:4], read_text, copies=True) | by_length(texts[4:], read_text),
+            {"default": [1, 1, 1, 1, 1.3, 1], COPY: [None] * 6},
         ),
         "prefill": Comparison("prefill, tokens", SOFTMAX, prefill),
-        "steps": Comparison("a step, tokens of context", SOFTMAX, decoding),
+        "steps": Comparison("a step, tokens of context", SOFTMAX, decoding, {"default": [1, 1, 1, 1.1, 1, 1]}),
         "compiled": Comparison(
             f"a step of Llama 15M, static cache of {size(512)} tokens",
             f"{SOFTMAX}, eager",

@@ -46,7 +46,13 @@ FIGURES = [
     ("docs/positions.md", "`hybrid` is faster from", "2,048 512", "speed", "| hybrid 64 + 4 | 2,048"),
     ("docs/positions.md", "| MiniLM, chunk by chunk |", ".498", "long_documents", "| original, chunks of 512 | .498"),
     ("docs/positions.md", "| `window`, 128 tokens to", ".502", "long_documents", "| the same, late chunking | .502"),
-    ("docs/positions.md", "| `hybrid`, 64 tokens to", ".425", "long_documents", "| the same, healed, late chunking | .425"),
+    (
+        "docs/positions.md",
+        "| `hybrid`, 64 tokens to",
+        ".425",
+        "long_documents",
+        "| the same, healed, late chunking | .425",
+    ),
     ("docs/state.md", "the first token comes", "100", "speed", "| 32,768 | 5,3"),
     ("docs/tutorials/embeddings.md", "Before the training the cosine was", ".9992 .9745", "conversion", "The tutorial"),
 ]

