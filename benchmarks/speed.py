@@ -291,7 +291,7 @@ def main(argv: list[str] | None = None) -> None:
     unknown = set(arguments.tables) - set(names)
     if unknown:
         raise SystemExit(f"--tables: {', '.join(sorted(unknown))}; allowed are {', '.join(names)}")
-    size, large = ((lambda n: 128 + n // 64), "Llama 15M") if arguments.quick else (int, LARGE)
+    size, large = ((lambda n: 128 + n // 64), "GPT-2, 8 layers of 256") if arguments.quick else (int, LARGE)
     made = tables_of_attention(size) | tables_of_models(size, large)
     found = {name: measure(made[name], arguments.rounds, arguments.seconds) for name in arguments.tables}
     save(
