@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIGURES = [
     ("README.md", "have a cosine of", ".977", "conversion", "| `window`, 128 + 1 |"),
     ("README.md", "Llama of 125M parameters reads", "5.5", "speed", "| Llama 125M, 32,768 |"),
+    ("README.md", "one of ModernBERT's shape is", "4.5", "long_documents", "--rounds 2`, a load of 5"),
     ("README.md", "recall of 32 pairs", "98 100", "recall", "| `--preset default`, window 13"),
     ("README.md", "recall of 32 pairs", "54", "recall", "| window 64, healed | 53.9"),
     ("README.md", "within the 512 tokens of its training", "1.351 1.357 1.358", "conversion", "The quick start"),
