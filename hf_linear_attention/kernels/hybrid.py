@@ -1050,8 +1050,9 @@ def _of_keys(
     has_position, pairs = position is not None, len(turns[0])
     _check_turns(key.shape[3], True, has_position, 14 if has_position else 12, pairs, turns[1], 0)
     refuse_without_library(query, key, value)
-    given = Given(query, key, value, visible, *[None] * 14, EXP, 0, scaling, NO_PAIRS, NO_PAIRS)  # type: ignore[arg-type]
-    return given, Exact(score, None, position, *turns, 0, (), count)
+    tensors: Any = (query, key, value, visible, *[None] * 14, EXP, 0, scaling, NO_PAIRS, NO_PAIRS)
+    others: Any = (score, None, position, *turns, 0, (), count)
+    return Given(*tensors), Exact(*others)
 
 
 def check_joint(given: Given, turns_keys: bool = True) -> int:

@@ -237,7 +237,9 @@ class Maker:
         weights |= {"delta_by_feature": 3, "delta_step": 1, "delta_step_by_feature": 1, "joint": 5, "exact": 3}
         weights |= {"window_both_ways": 4, "exact_keys": 4}
         kind = self.random.choices(list(weights), weights.values())[0]
-        is_causal = kind in ("step", "hybrid", "joint", "exact", "exact_keys") or kind.startswith("delta") or self.chance(0.6)
+        is_causal = (
+            kind in ("step", "hybrid", "joint", "exact", "exact_keys") or kind.startswith("delta") or self.chance(0.6)
+        )
         options: dict[str, Any] = {"function": self.pick((EXP, PLAIN, HEDGEHOG, ELU_PLUS_ONE)), "is_causal": is_causal}
         if kind in ("features", "step"):
             options["function"] = self.random.choice((PLAIN, EXP))

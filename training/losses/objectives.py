@@ -408,7 +408,9 @@ class SampledQueries:
         order = self.scores.detach().sort(dim=-1, descending=True, stable=True).indices.unsqueeze(2)
         order = order.expand(-1, -1, far.shape[2], -1)
         best = far.expand_as(order).gather(3, order)
-        return torch.zeros_like(best).scatter(3, order, best & (best.cumsum(3, dtype=torch.int32) <= self.num_exact_keys))
+        return torch.zeros_like(best).scatter(
+            3, order, best & (best.cumsum(3, dtype=torch.int32) <= self.num_exact_keys)
+        )
 
 
 @torch.no_grad()
