@@ -34,7 +34,7 @@ def rows(result: dict, number: int = 0) -> dict[str, list]:
     "name",
     [
         *("speed_break_even", "speed_kernels", "speed_delta", "speed_decoding", "speed_models"),
-        *("speed_conversion", "shared_prefix", "long_prompts", "memory_healing"),
+        *("speed_conversion", "speed_training", "shared_prefix", "long_prompts", "memory_healing"),
         *("papers.copy_task", "papers.restore_projections"),
     ],
 )
