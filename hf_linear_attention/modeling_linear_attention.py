@@ -278,9 +278,8 @@ def _convert_layers(
         first = first or child
         _swap(module, child, model.config, needed)
     if "position_bias" in settings["drop"] and settings["layers"] == "all":
-        for name, table in model.named_parameters():  # nothing reads one, and optimizers count on gradients
-            if "relative_attention_bias" in name or "relative_position_bias" in name:
-                table.requires_grad_(False)
+        for name, x in model.named_parameters():  # nothing reads these tables, and optimizers count on gradients
+            x.requires_grad &= "relative_attention_bias" not in name and "relative_position_bias" not in name
 
 
 def _swap(module: Any, mechanism: Any, config: Any, needed: str) -> None:
