@@ -27,6 +27,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from hf_linear_attention._common.command_line import let_threads_sleep
+
+
+let_threads_sleep()  # before torch is loaded
+
 from pydoc_data.topics import topics
 
 import torch

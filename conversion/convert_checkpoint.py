@@ -53,7 +53,7 @@ if not __package__:  # the file was started as a script, and its folder must not
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
-from hf_linear_attention._common.command_line import ignore_interrupts, run_command
+from hf_linear_attention._common.command_line import ignore_interrupts, let_threads_sleep, run_command
 from hf_linear_attention._common.heads import HEALED_AS
 from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 from hf_linear_attention.conversion.options import Request, parse
@@ -69,6 +69,7 @@ PACKAGE = "hf_linear_attention.conversion"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
+    let_threads_sleep()
     stopped = "--output_dir is complete, or as it was before"
     code = run_command("convert_checkpoint.py", lambda: _convert(words), stopped=stopped)
     if argv is None:

@@ -4,7 +4,9 @@
    Key n leaves the window before query n, and displaces one of the keys that are kept, or itself; see leaving_key in
    step.c. Slots hold kept keys and those that leave during a block of queries. One call gathers what is displaced, for
    the far sums, and what is kept in the end; another, which chooses the same, attends, and joins its part to what the
-   window and the far keys have left in the output. Forward only. */
+   window and the far keys have left in the output. Where there is nothing to join, a single call does both. The
+   backward pass chooses again; the gradient of a key is complete when it is displaced, as is that of the far key it
+   becomes. */
 #include "blocks.h"
 
 typedef struct {
@@ -12,10 +14,12 @@ typedef struct {
     int64_t count, slots, step;   /* of kept keys, of slots in whole vectors, of keys that have left the window */
     int is_long;                  /* whether some query is beyond the trained length */
     int64_t *kept, *left, *spare; /* the slots of kept keys in their order, which key a slot has, BLOCK other slots */
+    int64_t *row;                 /* of the key that a slot has, in the tensors */
     float *score;                 /* of kept keys in their order, infinite behind them */
     int32_t *position;
     char *is_empty;
     float *key, *value, *key_t, *distant, *distant_t, *distant_query, *scores, *distant_scores, *now, *hidden;
+    float *grad, *pairs, *value_t, *grad_query, *grad_key, *grad_value; /* of the backward pass */
 } exact;
 
 static void turn_to(const exact *v, float *row, int64_t first, int64_t positions) {
@@ -152,7 +156,48 @@ static void attend_slots(exact *v, int64_t g, int64_t n) {
         float *to = (float *)address_of(w, EXACT_OUTPUT, g, n + t), *row = w->out + t * d;
         float share = 1 / (1 + __builtin_expf(size[t] - top[t] - __builtin_logf(total[t]))), own = share / total[t];
         for (int64_t j = 0; j < w->sizes->width; j++) to[j] += own * row[j] - share * to[j];
+        *(float *)address_of(w, EXACT_SIZE, g, n + t) = top[t] + __builtin_logf(total[t]) - __builtin_logf(share);
     }
+}
+
+/* A block of queries adds to the gradients of the slots, and gets its own. */
+static void differentiate_slots(exact *v, int64_t g, int64_t n) {
+    work *w = &v->w;
+    int64_t columns = v->slots, p = w->input_row, d = w->value_row;
+    float scaling = *(float *)address_of(w, EXACT_SCALING, 0, 0), size[BLOCK], own[BLOCK], of_size[BLOCK];
+    slot_logits(v, g, n);
+    load(w, v->grad, d, GRAD_EXACT, g, n, w->sizes->width);
+    load(w, w->out, d, EXACT_OUTPUT, g, n, w->sizes->width);
+    load_numbers(w, size, EXACT_SIZE, g, n), load_numbers(w, of_size, GRAD_EXACT_SIZE, g, n);
+    row_dot_products(own, v->grad, w->out, d, d);
+    product(v->pairs, columns, v->grad, d, 1, v->value_t, columns, BLOCK, d, columns, 0, FULL);
+    for (int64_t t = 0; t < BLOCK; t++)
+        for (int64_t j = 0; j < columns; j += LANES) {
+            vector *x = (vector *)(v->scores + t * columns + j), *pair = (vector *)(v->pairs + t * columns + j);
+            vector y = minimum_of(*x - (size[t] < EMPTY / 2 ? 0 : size[t]), (vector){0});
+            *x = blend(y < -LIMIT, (vector){0}, exp_of_negative(y));
+            *pair = *x * (*pair - (own[t] - of_size[t])) * scaling;
+        }
+    product(v->grad_query, p, v->pairs, columns, 1, v->key, p, BLOCK, columns, p, 0, FULL);
+    store(w, v->grad_query, p, w->ones, GRAD_EXACT_QUERY, g, n, w->sizes->inputs);
+    product(v->grad_key, p, v->pairs, 1, columns, w->query, p, columns, BLOCK, p, 1, FULL);
+    product(v->grad_value, d, v->scores, 1, columns, v->grad, d, columns, BLOCK, d, 1, FULL);
+}
+
+/* No later query sees this slot: its gradients, and those in row n of what it becomes, are those of its key. */
+static void store_gradients(exact *v, int64_t slot, int key, int64_t n) {
+    work *w = &v->w;
+    const sizes *s = w->sizes;
+    int64_t p = w->input_row, d = w->value_row;
+    float *of_key = v->grad_key + slot * p, *of_value = v->grad_value + slot * d;
+    if (v->is_empty[slot]) return;
+    w->tokens = 1;
+    load(w, w->key, p, key, 0, n, s->inputs), load(w, w->value, d, key + 1, 0, n, s->width);
+    if (key == GRAD_GONE_KEY && s->pair_start < s->pairs) turn_to(v, w->key, s->pair_start, v->position[slot]);
+    add_rows(of_key, w->key, 1, p), add_rows(of_value, w->value, 1, d);
+    store(w, of_key, p, w->ones, GRAD_LEAVING_KEY, 0, v->row[slot], s->inputs);
+    store(w, of_value, d, w->ones, GRAD_LEAVING_KEY + 1, 0, v->row[slot], s->width);
+    memset(of_key, 0, 4 * p), memset(of_value, 0, 4 * d);
 }
 
 static void store_kept(exact *v) {
@@ -169,14 +214,16 @@ static void store_kept(exact *v) {
     }
 }
 
-static void exact_of_head(exact *v) {
+static void exact_of_head(exact *v, int is_backward) {
     work *w = &v->w;
-    int64_t queries = w->sizes->queries, columns = v->slots, p = w->input_row;
-    int gathers = w->tensors[GONE_KEY].data != NULL;
+    int64_t queries = w->sizes->queries, columns = v->slots, p = w->input_row, d = w->value_row;
+    int gathers = w->tensors[GONE_KEY].data != NULL, attends = w->tensors[EXACT_OUTPUT].data != NULL;
     load_kept(v);
+    memset(v->grad_key, 0, 4 * columns * p), memset(v->grad_value, 0, 4 * columns * d);
     for (int64_t n = 0; n < queries; n += BLOCK) {
         int64_t tokens = queries - n < BLOCK ? queries - n : BLOCK;
-        for (int64_t t = 0; t < tokens; t++) v->position[v->spare[t]] = number_at(v, LEAVING_POSITION, n + t);
+        for (int64_t t = 0; t < tokens; t++)
+            v->position[v->spare[t]] = number_at(v, LEAVING_POSITION, n + t), v->row[v->spare[t]] = n + t;
         fill_slots(v, v->spare, KEY, n, tokens);
         for (int64_t t = 0; t < tokens; t++) {
             int is_real = *address_of(w, MASK, 0, n + t);
@@ -185,17 +232,22 @@ static void exact_of_head(exact *v) {
             if (gathers) store_gone(v, n + t, gone);
             memcpy(v->hidden + t * columns, v->now, 4 * columns);
         }
-        if (gathers) continue;
+        if (!attends) continue;
         transpose(v->key_t, columns, v->key, p, columns, p);
         if (v->is_long) transpose(v->distant_t, columns, v->distant, p, columns, p);
-        w->tokens = tokens;
-        for (int64_t g = 0; g < w->sizes->groups; g++) attend_slots(v, g, n);
+        if (is_backward) transpose(v->value_t, columns, v->value, d, columns, d);
+        for (int64_t g = 0; g < w->sizes->groups; g++) {
+            w->tokens = tokens;
+            is_backward ? differentiate_slots(v, g, n) : attend_slots(v, g, n);
+        }
+        for (int64_t t = 0; t < tokens && is_backward; t++)
+            if (*address_of(w, MASK, 0, n + t)) store_gradients(v, v->spare[t], GRAD_GONE_KEY, n + t);
     }
+    for (int64_t j = 0; j < v->count && is_backward; j++) store_gradients(v, v->kept[j], GRAD_KEPT_KEY, j);
     if (gathers) store_kept(v);
 }
 
-/* `features` is how many keys are kept, `map` the trained length or 0, and `pair_start` how many pairs a map sees. */
-int exact_keys_forward(const sizes *s, const tensor *x) {
+static int exact_keys(const sizes *s, const tensor *x, int is_backward) {
     exact space, *v = &space;
     work *w = &v->w;
     memset(v, 0, sizeof(*v));
@@ -203,12 +255,12 @@ int exact_keys_forward(const sizes *s, const tensor *x) {
     w->next_offset = BLOCK;
     v->count = s->features, v->slots = round_up(v->count + BLOCK);
     int64_t p = w->input_row, d = w->value_row, slots = v->slots;
-    int64_t floats = BLOCK * (3 * p + 2 * d + 3 * slots) + slots * (4 * p + d + 10) + v->count * 2 + 2 * BLOCK + LANES;
+    int64_t floats = BLOCK * (4 * p + 3 * d + 4 * slots) + slots * (5 * p + 3 * d + 12) + v->count * 2 + 3 * BLOCK;
     void *memory;
-    if (posix_memalign(&memory, 64, 4 * floats + 2048)) return 1;
+    if (posix_memalign(&memory, 64, 4 * floats + 4096)) return 1;
     char *m = memory;
     w->query = allocate(&m, BLOCK * p), w->key = allocate(&m, BLOCK * p), w->value = allocate(&m, BLOCK * d);
-    w->out = allocate(&m, BLOCK * d), v->distant_query = allocate(&m, BLOCK * p), w->ones = allocate(&m, LANES);
+    w->out = allocate(&m, BLOCK * d), v->distant_query = allocate(&m, BLOCK * p), w->ones = allocate(&m, BLOCK);
     v->scores = allocate(&m, BLOCK * slots), v->distant_scores = allocate(&m, BLOCK * slots);
     v->hidden = allocate(&m, BLOCK * slots), v->now = allocate(&m, slots), v->score = allocate(&m, slots);
     v->key = allocate(&m, slots * p), v->key_t = allocate(&m, slots * p), v->value = allocate(&m, slots * d);
@@ -216,11 +268,24 @@ int exact_keys_forward(const sizes *s, const tensor *x) {
     v->position = (int32_t *)allocate(&m, slots), v->is_empty = (char *)allocate(&m, slots);
     v->left = (int64_t *)allocate(&m, 2 * slots), v->kept = (int64_t *)allocate(&m, 2 * v->count);
     v->spare = (int64_t *)allocate(&m, 2 * BLOCK);
-    for (int64_t j = 0; j < LANES; j++) w->ones[j] = 1;
+    v->row = (int64_t *)allocate(&m, 2 * slots);
+    v->grad = allocate(&m, BLOCK * d), v->pairs = allocate(&m, BLOCK * slots), v->value_t = allocate(&m, d * slots);
+    v->grad_query = allocate(&m, BLOCK * p), v->grad_key = allocate(&m, slots * p);
+    v->grad_value = allocate(&m, slots * d);
+    for (int64_t j = 0; j < BLOCK; j++) w->ones[j] = 1;
     for (int64_t i = s->start; i < s->stop; i++) {
         w->batch = i / s->heads, w->head = i % s->heads;
-        exact_of_head(v);
+        exact_of_head(v, is_backward);
     }
     free(memory);
     return 0;
+}
+
+/* `features` is how many keys are kept, `map` the trained length or 0, and `pair_start` how many pairs a map sees. */
+int exact_keys_forward(const sizes *s, const tensor *x) {
+    return exact_keys(s, x, 0);
+}
+
+int exact_keys_backward(const sizes *s, const tensor *x) {
+    return exact_keys(s, x, 1);
 }

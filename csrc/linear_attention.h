@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 /* Raised by every change to what stands in this file; kernels/cpu.py computes in torch where it expects another one. */
-#define ABI_VERSION 6
+#define ABI_VERSION 7
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -102,8 +102,10 @@ enum {
 /* Tensors of slots_forward. */
 enum { SLOT_OUTPUT = MASK + 1, SLOT_TENSORS };
 
-/* Tensors of exact_keys_forward, which attends if EXACT_OUTPUT is there and otherwise gathers: GONE_KEY are the keys
-   that are displaced before each query, float32 and as the map sees them, GONE_VALUE and GONE_AGE what belongs to them.
+/* Tensors of exact_keys_forward (up to EXACT_SIZE), which attends if EXACT_OUTPUT is there, and gathers if GONE_KEY is:
+   the keys that are displaced before each query, float32 and as the map sees them; GONE_VALUE and GONE_AGE are what
+   belongs to them. Output and log size become those of kept keys and what was there before. exact_keys_backward is for
+   a call that kept nothing before, joined nothing and stayed within the trained length; it leaves rows of masked keys.
    The tensors that are kept come in the order of `Kept`; positions and ages are int32, and may be missing.
    `sizes.features` is how many keys are kept, `sizes.map` the trained length or 0; `pair_start` is how many pairs the
    map sees. */
@@ -120,7 +122,13 @@ enum {
     GONE_AGE,
     EXACT_OUTPUT,
     EXACT_SIZE,
-    EXACT_TENSORS
+    GRAD_EXACT,
+    GRAD_EXACT_SIZE,
+    GRAD_GONE_KEY,
+    GRAD_KEPT_KEY = GRAD_GONE_KEY + 2,
+    GRAD_EXACT_QUERY = GRAD_KEPT_KEY + 2,
+    GRAD_LEAVING_KEY,
+    EXACT_TENSORS = GRAD_LEAVING_KEY + 2
 };
 
 /* Tensors of delta_forward (up to DELTA_NEW_STATE) and delta_backward. `sizes.inputs` is how many features a key has,
@@ -213,6 +221,7 @@ EXPORT int window_forward(const sizes *s, const tensor *x);
 EXPORT int window_backward(const sizes *s, const tensor *x);
 EXPORT int slots_forward(const sizes *s, const tensor *x);
 EXPORT int exact_keys_forward(const sizes *s, const tensor *x);
+EXPORT int exact_keys_backward(const sizes *s, const tensor *x);
 EXPORT int delta_forward(const sizes *s, const tensor *x);
 EXPORT int delta_backward(const sizes *s, const tensor *x);
 /* These also return 2 for a row that is no block, and have then written nothing. */

@@ -277,6 +277,9 @@ def _convert_layers(
             child.share_with(first)
         first = first or child
         _swap(module, child, model.config, needed)
+    if "position_bias" in settings["drop"] and settings["layers"] == "all":
+        for name, x in model.named_parameters():  # nothing reads these tables, and optimizers count on gradients
+            x.requires_grad &= "relative_attention_bias" not in name and "relative_position_bias" not in name
 
 
 def _swap(module: Any, mechanism: Any, config: Any, needed: str) -> None:
@@ -285,8 +288,6 @@ def _swap(module: Any, mechanism: Any, config: Any, needed: str) -> None:
     module.linear_attention_scaling = getattr(module, "scaling", None) or mechanism.shape.head_dim**-0.5
     module.linear_attention_is_causal = needed == "causal"
     module.linear_attention_skips_bias = skips_position_bias(module, mechanism.settings)
-    if module.linear_attention_skips_bias and hasattr(module, "relative_attention_bias"):
-        module.relative_attention_bias.requires_grad_(False)  # nothing reads it, and optimizers count on gradients
     # The layer gets its own config, so that setting `attn_implementation` later cannot silently make it softmax again.
     module.model_config = getattr(module, "config", config)
     module.config = copy.copy(module.model_config)

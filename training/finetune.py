@@ -56,7 +56,7 @@ if not __package__:  # started as a file: its own folder must not hide other pac
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
-from hf_linear_attention._common.command_line import run_command
+from hf_linear_attention._common.command_line import let_threads_sleep, run_command
 from hf_linear_attention._common.output_lock import only_writer
 from hf_linear_attention.training.presets import Preset
 from hf_linear_attention.training.recipe import Recipe
@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None, finished: Callable[[Path], None] | N
     # The launcher starts the same command several times; one copy of every message is enough.
     speaks = os.environ.get("LOCAL_RANK", "0") in ("0", "-1")
     argv = sys.argv[1:] if argv is None else argv
+    let_threads_sleep()
     stopped = "complete checkpoints are kept, and `--resume_from_checkpoint latest` resumes from the newest"
     return run_command("finetune.py", lambda: _finetune(argv, speaks, finished), stopped=stopped, speaks=speaks)
 

@@ -149,7 +149,9 @@ class TrainingLoop:
         optimization, student = recipe.optimization, context.student
         if recipe.model.freeze_pattern is not None:
             freeze(student, recipe.model.freeze_pattern)
-        optimizer = torch.optim.AdamW(parameter_groups(student, recipe))
+        # In one pass over each parameter; by default torch takes a dozen on a CPU.
+        is_fused = accelerator.device.type == "cpu" and not uses_deepspeed(accelerator)
+        optimizer = torch.optim.AdamW(parameter_groups(student, recipe), fused=is_fused or None)
         warmup = math.ceil(optimization.warmup_ratio * self.total_steps)
         # The scheduler is not prepared, because accelerate would advance it once per process.
         self.scheduler = get_scheduler(optimization.lr_scheduler_type, optimizer, warmup, self.total_steps)
@@ -198,7 +200,7 @@ class TrainingLoop:
         self._restart_clock()
         quiet = not self.accelerator.is_main_process
         progress = tqdm(total=self.total_steps, initial=self.state.step, disable=quiet, desc="training")
-        with progress, sigterm_sets(self.termination):
+        with progress, sigterm_sets(self.termination), without_denormal_numbers():
             for window in self._windows():
                 self._step([self._to_device(batch) for batch in window])
                 progress.update()
@@ -369,6 +371,20 @@ def sigterm_sets(event: threading.Event) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def without_denormal_numbers() -> Iterator[None]:
+    """Inside, the CPU computes with 0 in place of numbers below 1.2e-38, with which products are many times as slow.
+
+    The gradients of keys of which a query sees almost nothing are such numbers.
+    """
+    are_flushed = bool(torch.tensor(1e-40) * 1 == 0)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(are_flushed)
 
 
 def hidden_layers_of(recipe: Recipe, objectives: Objectives) -> str | None:

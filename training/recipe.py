@@ -341,7 +341,11 @@ class OptimizationArguments:
     )
     weight_decay: float = warned("Weight decay of matrices; vectors have none.", 0.0, bounds=NOT_NEGATIVE)
     max_grad_norm: float = warned("Norm to which gradients are clipped; 0: no clipping.", 1.0, bounds=NOT_NEGATIVE)
-    gradient_checkpointing: bool = free("Recompute activations in the backward pass: slower, but less memory.", False)
+    gradient_checkpointing: bool = free(
+        "Recompute activations in the backward pass: slower, but less memory. Attention transfer keeps none, and does "
+        "not change.",
+        False,
+    )
     num_train_epochs: float | None = warned(
         "Length in epochs; default: 3 without other limits.", None, bounds=Bounds(above=0, below=10**6)
     )

@@ -13,7 +13,7 @@ def register_kernels() -> None:
     from .cpu import in_large_pages
     from .delta import check_arguments, delta, delta_step
     from .fla import gpu_kernel
-    from .hybrid import hybrid, hybrid_step, window, window_both_ways
+    from .hybrid import exact_keys, hybrid, hybrid_step, window, window_both_ways
     from .operators import attention, attention_step, elu_plus_one, makes_features, slot_attention
 
     functions: dict[str, Any] = {
@@ -22,6 +22,7 @@ def register_kernels() -> None:
         "check_attention": check_attention,
         "check_delta": check_arguments,
         "elu_plus_one": elu_plus_one,
+        "exact_keys": exact_keys,
         "gated_delta": delta,
         "gated_delta_step": delta_step,
         "gpu_kernel": gpu_kernel,

@@ -35,6 +35,7 @@ from ..torch_kernels.blocks import (
     HEDGEHOG,
     accumulated,
     accumulation_dtype,
+    is_eager,
     needs_plain,
     with_dtype,
 )
@@ -790,6 +791,9 @@ def _fake_joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, 
     return [or_nothing(x, given.query) for x in (*dense, *others)]
 
 
+MORE_TENSORS = 19  # of C, behind those of `Exact`
+
+
 class Exact(NamedTuple):
     """The further arguments of the operator with exact keys; see `_hybrid_step` for those of rotary embedding."""
 
@@ -803,8 +807,8 @@ class Exact(NamedTuple):
     kept: Sequence[Tensor]  # the tensors of `Kept`; none without a state
     number: int  # M
 
-    def run(self, given: Given, *others: Tensor | None) -> None:
-        """Call C: `others` are its tensors from those kept after the last query on."""
+    def run(self, given: Given, *others: Tensor | None, name: str = "exact_keys_forward") -> None:
+        """Call C: `others` are its tensors from those kept after the last query on, `MORE_TENSORS` at most."""
         batch, kv_heads, (first, num_far) = given.key.shape[0], given.key.shape[1], given.ranges
         far, queries = slice(num_far), slice(first, None)
         rows = ((given.visible, far), (self.position, queries), (self.key_position, far))
@@ -819,8 +823,9 @@ class Exact(NamedTuple):
         query = grouped(with_rows(given.query), kv_heads)[:, :, :, first:]
         pairs = len(self.frequencies)
         turned = (pairs, self.first_turned, *((2, 1) if self.is_interleaved else (1, pairs)))
-        tensors = (query, key, value, mask, score, *places, angles, scale, *old, *others)
-        run_attention("exact_keys_forward", (self.number, self.trained_length, True), tensors, turned=turned)
+        missing = [None] * (MORE_TENSORS - len(others))
+        tensors = (query, key, value, mask, score, *places, angles, scale, *old, *others, *missing)
+        run_attention(name, (self.number, self.trained_length, True), tensors, turned=turned)
 
 
 def _exact(*arguments: Any) -> list[Tensor]:
@@ -904,6 +909,150 @@ def check_exact(given: Given, exact: Exact) -> int:
     pairs = len(exact.frequencies)
     _check_turns(dim, True, exact.position is not None, tensors, pairs, exact.first_turned, exact.trained_length)
     return features
+
+
+KEYS = (
+    "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor score, Tensor? position, float[] frequencies, "
+    "int first_turned, bool is_interleaved, int count, float scaling"
+)
+
+
+def exact_keys(mechanism: HybridAttention, inputs: MechanismInputs, line: Line, mask: Tensor) -> tuple[Any, ...] | None:
+    """What `mechanism.exact_in_torch` returns, with gradients, where C takes these tensors and no state comes before.
+
+    Raises:
+        ValueError: if the shapes, dtypes or devices do not match.
+    """
+    query, positions = inputs.query, inputs.positions
+    if needs_plain(query) or not is_eager(query) or not takes_attention(query, line.key, line.value, mask, 1):
+        return None
+    if positions is not None and mechanism.move_to_kept(positions) is not None:
+        return None
+    score, position = cast(Tensor, line.score).detach(), line.position
+    turns = _turns_of(mechanism)[:3] if position is not None else ((), 0, False)
+    others = mask, score, position, *turns, mechanism.num_exact_keys, inputs.scaling
+
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        part, key, value, _, _, last = mechanism.exact_in_torch(
+            inputs._replace(query=query), line._replace(key=key, value=value), mask
+        )
+        return [*part, key, value, *last[:2]]
+
+    output, size, key, value, age, *kept = _ExactKeys.apply(query, line.key, line.value, others, plain)
+    far = mask & (mask.cumsum(dim=1) > mechanism.num_exact_keys)
+    return (output, size), key, value, age, far, tuple(kept)
+
+
+class _ExactKeys(torch.autograd.Function):
+    """`apply(query, key, value, others, plain)`: the operator, and in `plain` what a second derivative goes through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, others: Sequence[Any], plain: Any
+    ) -> tuple[Tensor, ...]:
+        found = OPERATORS.exact_keys(query, key, value, *others)
+        ctx.others, ctx.plain = others, plain
+        ctx.save_for_backward(query, key, value, *found[:2])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(found[4], *found[7:])
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, output, size = ctx.saved_tensors
+        grads = [*grad_outputs[:4], *grad_outputs[5:7]]
+        if torch.is_grad_enabled():
+            return *gradients_with_graph(ctx.plain, inputs, grads), None, None
+        return *OPERATORS.exact_keys_backward(*grads, *inputs, *ctx.others, output, size), None, None
+
+
+def _exact_keys(*arguments: Any) -> list[Tensor]:
+    """Attention to the kept keys alone, which nothing precedes: `part_of`, and what is displaced before each query.
+
+    Returns:
+        The output `[B, Hkv, G, N, W]` and its log size, the displaced keys as the feature map sees them, their values
+        and ages `[B, Hkv, N, D, W or 1]`, and the tensors of `Kept`.
+    """
+    given, exact = _of_keys(*arguments)
+    found = _new_parts(given, exact)
+    output, size, *gone = found[:5]
+    output.zero_()
+    size.fill_(EMPTY_MAXIMUM)
+    new = [x.unsqueeze(2) for x in found[5:]] + [None] * (10 - len(found))
+    exact.run(given, *new, *(x.unsqueeze(2) for x in gone), output, size)
+    return found
+
+
+def _new_parts(given: Given, exact: Exact) -> list[Tensor]:
+    query, key, value, dtype = given.query, given.key, given.value, accumulation_dtype(given.query)
+    rows = (*key.shape[:2], query.shape[1] // key.shape[1], query.shape[2])
+    results = [query.new_empty(*rows, columns, dtype=dtype) for columns in (value.shape[3], 1)]
+    gone = [key.new_empty(*key.shape[:3], columns, dtype=dtype) for columns in (key.shape[3], value.shape[3], 1)]
+    kept = Kept.nothing(key, value, exact.number, exact.key_position is not None)
+    return [*results, *gone, *(x for x in kept if x is not None)]
+
+
+def _fake_exact_keys(*arguments: Any) -> list[Tensor]:
+    return _new_parts(*_of_keys(*arguments))
+
+
+def _exact_keys_backward(*arguments: Any) -> list[Tensor]:
+    """The gradients of queries, keys and values."""
+    grads, (*rest, output, size) = arguments[:6], arguments[6:]
+    given, exact = _of_keys(*rest)
+    query, key, value = (x.to("meta") for x in given[:3])
+    made = given._replace(query=query, key=key, value=value)
+    like_output, like_size, key, value, _, *kept = _new_parts(made, exact)
+    expected = (like_output, like_size, key, value, *kept[:2], like_output, like_size)
+    names = ("output", "log_size", "gone_key", "gone_value", "kept_key", "kept_value")
+    incoming = {f"grad_{name}": x for name, x in zip(names, grads)}
+    check_results(given.query, expected, **incoming, output=output, log_size=size)
+    found = [x.new_zeros(x.shape) for x in given[:3]]
+    of_parts = [x if x is None or x.ndim == 5 else x.unsqueeze(2) for x in map(or_rows, grads)]
+    own = (grouped(found[0], given.key.shape[1]), *(x.unsqueeze(2) for x in found[1:]))
+    exact.run(given, *[None] * 8, output, size, *of_parts, *own, name="exact_keys_backward")
+    return found
+
+
+def or_rows(x: Tensor | None) -> Tensor | None:
+    """`with_rows`, or None."""
+    return None if x is None else with_rows(x)
+
+
+def _fake_exact_keys_backward(*arguments: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in arguments[6:9]]
+
+
+def _of_keys(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, score: Tensor, position: Tensor | None, *how: Any
+) -> tuple[Given, Exact]:
+    """The checked arguments of the operator, in which key t leaves the window before query t.
+
+    Raises:
+        ValueError: for the first invalid argument.
+    """
+    *turns, count, scaling = how
+    batch, _, kv_heads = check_heads(query, key, value)
+    rows = query.shape[2]
+    expected = (
+        ("query", query, (*query.shape[:3], key.shape[3]), query.dtype),
+        ("key", key, (batch, kv_heads, rows, key.shape[3]), key.dtype),
+        ("visible", visible, (batch, rows), torch.bool),
+        ("score", score, (batch, kv_heads, rows, 1), torch.float32),
+        ("position", position, (batch, rows), torch.int32),
+    )
+    for name, tensor, shape, dtype in expected:
+        check_shape(name, tensor, shape, like=query)
+        if tensor is not None and tensor.dtype != dtype:
+            raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
+    if count < 1:
+        raise ValueError(f"Got {count} exact keys; there must be one.")
+    has_position, pairs = position is not None, len(turns[0])
+    _check_turns(key.shape[3], True, has_position, 14 if has_position else 12, pairs, turns[1], 0)
+    refuse_without_library(query, key, value)
+    tensors: Any = (query, key, value, visible, *[None] * 14, EXP, 0, scaling, NO_PAIRS, NO_PAIRS)
+    others: Any = (score, None, position, *turns, 0, (), count)
+    return Given(*tensors), Exact(*others)
 
 
 def check_joint(given: Given, turns_keys: bool = True) -> int:
@@ -1067,6 +1216,13 @@ OPERATORS_OF_HYBRID = {
         "bool is_interleaved, int trained_length, Tensor[] kept, int count) -> Tensor[]",
         _exact,
         _fake_exact,
+    ),
+    "exact_keys": Operator(f"({KEYS}) -> Tensor[]", _exact_keys, _fake_exact_keys),
+    "exact_keys_backward": Operator(
+        "(Tensor? grad_output, Tensor? grad_log_size, Tensor? grad_gone_key, Tensor? grad_gone_value, "
+        f"Tensor? grad_kept_key, Tensor? grad_kept_value, {KEYS}, Tensor output, Tensor log_size) -> Tensor[]",
+        _exact_keys_backward,
+        _fake_exact_keys_backward,
     ),
     "joint_attention_backward": Operator(
         f"(Tensor? grad_output, Tensor? grad_state, {JOINT}, Tensor output, Tensor log_size, Tensor denominator, "

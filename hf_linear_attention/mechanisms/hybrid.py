@@ -309,29 +309,38 @@ class HybridAttention(HybridOptions, WindowAttention):
         self, inputs: MechanismInputs, line: Line, mask: Tensor, sums: Any
     ) -> tuple[list[Part], Any]:
         """`parts_behind` with those that the exact keys displace in place of those that leave the window."""
+        numbers = inputs.attention_mask if inputs.is_packed else None
+        found = implemented("exact_keys", self, inputs, line, mask) if sums is None and numbers is None else None
+        far_sums, *kept = sums or (None,)
+        part, key, value, age, far, last = found or self.exact_in_torch(inputs, line, mask, kept)
+        far = far if numbers is None else torch.where(far, numbers, -numbers)
+        far_part, far_sums = self._far_part(inputs, key, value, far, far_sums, age)
+        return [far_part, part], (far_sums, *last)
+
+    def exact_in_torch(
+        self, inputs: MechanismInputs, line: Line, mask: Tensor, old: Sequence[Tensor] = ()
+    ) -> tuple[Part, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """The part of the exact keys, where key t of `line` leaves the window before query t if `mask` is true; the
+        displaced keys as the feature map sees them, their values and ages `[B, Hkv, N, D, W or 1]`, whether there is
+        one; and the tensors of `Kept`, which were `old`.
+        """
         count, numbers = self.num_exact_keys, inputs.attention_mask if inputs.is_packed else None
         real, heads = mask > 0, line.key.shape[1]
-        far_sums, kept = (None, None) if sums is None else (sums[0], Kept(*sums[1:]))
-        kept = kept or Kept.nothing(line.key, line.value, count, self.keeps_positions)
+        kept = Kept(*old) if old else Kept.nothing(line.key, line.value, count, self.keeps_positions)
         order = real.cumsum(dim=1)[:, None, :, None].expand(-1, heads, -1, -1).int()
-        place = line.position
-        position = None if place is None else place[:, None, :, None].expand_as(order).int()
+        position = None if line.position is None else line.position[:, None, :, None].expand_as(order).int()
         score = cast(Tensor, line.score).masked_fill(~real[:, None, :, None], NEVER)
         # Ages become the order of leaving, which does not change.
         kept = kept._replace(age=1 - kept.age, score=kept.score.masked_fill(kept.age == 0, NEVER))
         keys = kept.followed_by(Kept(line.key, line.value, score, order, position))
         part, displaced, is_displaced, last = self._exact_part(inputs, keys, real, numbers)
         taken, far = keys.at(displaced), is_displaced[:, 0]
-        age = (order - taken.age).masked_fill(~far[:, None, :, None], 0)
-        key = taken.key
+        age, key = (order - taken.age).masked_fill(~far[:, None, :, None], 0), taken.key
         if self.shift is not None:
             key = self.shift(accumulated(key), -cast(Tensor, taken.position).squeeze(-1))
-        mask = far if numbers is None else torch.where(far, numbers, -numbers)
-        far_part, far_sums = self._far_part(inputs, key, taken.value, mask, far_sums, age)
-        is_empty = last.score == NEVER
-        age = (order[:, :, -1:] - last.age + 1).masked_fill(is_empty, 0)
-        last = last._replace(score=last.score.masked_fill(is_empty, 0.0), age=age)
-        return [far_part, part], (far_sums, *(x for x in last if x is not None))
+        is_empty, ages = last.score == NEVER, order[:, :, -1:] - last.age + 1
+        last = last._replace(score=last.score.masked_fill(is_empty, 0.0), age=ages.masked_fill(is_empty, 0))
+        return part, key, taken.value, age, far, tuple(x for x in last if x is not None)
 
     def _exact_part(
         self, inputs: MechanismInputs, keys: Kept, real: Tensor, numbers: Tensor | None
@@ -382,7 +391,7 @@ class HybridAttention(HybridOptions, WindowAttention):
         """The part of the keys `kept [B, Hkv, K, C, n]` for the queries `steps`."""
         heads, query, positions = keys.key.shape[1], inputs.query[:, :, steps], inputs.positions
         far = None
-        move = None if positions is None else self._move_to_kept(positions[:, steps])
+        move = None if positions is None else self.move_to_kept(positions[:, steps])
         if move is not None and self.to_kept is not None:
             place = cast(Tensor, keys.position).squeeze(-1)
             gap = cast(Tensor, positions)[:, None, steps].unflatten(2, (kept.shape[2], -1)).unsqueeze(-1)
@@ -391,7 +400,7 @@ class HybridAttention(HybridOptions, WindowAttention):
             far = moved, moved_keys, gap - place.unsqueeze(3) >= cast(int, self.trained_length)
         return part_of(query.unflatten(1, (heads, -1)), keys, kept, inputs.scaling, far)
 
-    def _move_to_kept(self, positions: Tensor) -> Tensor | None:
+    def move_to_kept(self, positions: Tensor) -> Tensor | None:
         """By how many positions queries move to the trained length; None if none is beyond it."""
         if self.to_kept is None or self.trained_length is None:
             return None

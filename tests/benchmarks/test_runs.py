@@ -33,7 +33,7 @@ def rows(result: dict, number: int = 0) -> dict[str, list]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("speed_conversion", "long_prompts", "memory_healing"),
+        *("speed_conversion", "speed_training", "long_prompts", "memory_healing"),
         *("papers.copy_task", "papers.restore_projections"),
     ],
 )

@@ -57,6 +57,26 @@ def test_a_position_bias_that_nothing_reads_is_not_trained(layers):
     assert table.requires_grad == (layers != "all")
 
 
+@pytest.mark.parametrize("shares", [None, False, True])
+def test_dropped_tables_of_other_models_are_frozen_too(shares):
+    """UMT5's tables, one for each layer, and BEiT's, one for each layer or for all."""
+    if shares is None:
+        sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        stock = transformers.UMT5ForConditionalGeneration(transformers.UMT5Config(**sizes, decoder_start_token_id=0))
+        inputs = dict.fromkeys(("input_ids", "labels"), torch.arange(1, 9)[None])
+    else:
+        kind = {"use_shared_relative_position_bias" if shares else "use_relative_position_bias": True}
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+        stock = transformers.BeitForImageClassification(
+            transformers.BeitConfig(**sizes, **kind, image_size=16, patch_size=4)
+        )
+        inputs = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    model = convert(stock, mechanism="linear", feature_map="elu1", drop=["position_bias"]).train()
+    model(**inputs).logits.square().sum().backward()
+    without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert without == {name for name, parameter in model.named_parameters() if not parameter.requires_grad} != set()
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_buffers_outside_checkpoints_keep_dtype_and_value(family):
     """Rotary frequencies in bfloat16 turn far tokens by other angles."""

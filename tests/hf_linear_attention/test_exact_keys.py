@@ -102,6 +102,12 @@ def test_alibi_refuses_it_by_name():
 
 
 LONG = {"mechanism": "hybrid", "window_size": 5, "num_sinks": 2, "num_exact_keys": 19, "num_features": 8}
+LAYERS = [
+    {},
+    {"decay": "learned", "feature_map": "hedgehog", "num_exact_keys": 40},
+    {"rope": "partial", "rope_frequencies": 1, "trained_length": 30, "decay": "learned"},
+    {"num_sinks": 0, "window_size": 1, "num_exact_keys": 1, "trained_length": 64},
+]
 PARTS = ([133], [70, 1, 1, 61], [20, 53, 1, 59])  # single tokens behind all padding
 
 
@@ -109,16 +115,7 @@ PARTS = ([133], [70, 1, 1, 61], [20, 53, 1, 59])  # single tokens behind all pad
 @pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["none", "left", "interior"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"decay": "learned", "feature_map": "hedgehog", "num_exact_keys": 40},
-        {"rope": "partial", "rope_frequencies": 1, "trained_length": 30, "decay": "learned"},
-        {"num_sinks": 0, "window_size": 1, "num_exact_keys": 1, "trained_length": 64},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", LAYERS, ids=str)
 def test_c_keeps_what_torch_keeps_and_either_goes_on_where_the_other_stopped(settings, kind, dtype, monkeypatch):
     mechanism = move(mechanism_of({**LONG, **settings}, head_dim=16, rotary=Rotary((1.0, 0.03)), is_causal=True))
     mechanism.score_projection[1], mechanism.score_slope[1] = 0, 0  # the second head has equal scores alone
@@ -155,3 +152,42 @@ def test_c_keeps_what_torch_keeps_and_either_goes_on_where_the_other_stopped(set
             torch.testing.assert_close(state[0], expected_state[0], rtol=1e-4, atol=1e-4)
             for kept, expected_kept in zip(state[1:], expected_state[1:]):
                 torch.testing.assert_close(kept, expected_kept, rtol=0, atol=0)
+
+
+def gradients(mechanism, inputs, mask, gates, positions):
+    """The output and the state of a call, and the gradients of a random sum of all their numbers."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    given = {"positions": positions} if mechanism.needs_positions else {}
+    output, state = attend(mechanism, *leaves, mask, None, gates=gates.to(leaves[0].dtype), **given)
+    total, generator = 0, torch.Generator().manual_seed(0)
+    for x in (output, *state[:-1]):  # scores choose, and have no gradient
+        weights = torch.randn(x.shape, generator=generator).to(output.dtype)
+        total = total + (x * weights).sum() if x.is_floating_point() and x.shape[-1] > 1 else total
+    learned = {name: x for name, x in mechanism.named_parameters() if not name.startswith("score")}
+    found = torch.autograd.grad(total, [*leaves, *learned.values()])
+    return [output, *state], dict(zip(["query", "key", "value", *learned], found, strict=True))
+
+
+@pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["none", "left", "interior"])
+@pytest.mark.parametrize("settings", LAYERS, ids=str)
+def test_c_has_the_gradients_of_torch_in_float64(settings, kind, dtype, monkeypatch):
+    """Within the trained length, where training is. The state, which later tokens may reach, has gradients too."""
+    settings = {**LONG, **settings} | ({"trained_length": 133} if "trained_length" in settings else {})
+    mechanism = move(mechanism_of(settings, head_dim=16, rotary=Rotary((1.0, 0.03)), is_causal=True))
+    mechanism.score_projection.data[1], mechanism.score_slope.data[1] = 0, 0  # equal scores
+    inputs, mask = qkv(133, dim=16, dtype=dtype), padding(133, kind)
+    gates = mechanism.gates(hidden_states_of(inputs[1])).detach().to(dtype)
+    positions = ((torch.ones(2, 133) if mask is None else mask).cumsum(dim=1).int() - 1).clamp(min=0)
+    found, calls = IMPLEMENTATIONS["exact_keys"], []
+    monkeypatch.setitem(IMPLEMENTATIONS, "exact_keys", lambda *x: calls.append(found(*x)) or calls[-1])
+    results, mine = gradients(mechanism, inputs, mask, gates, positions)
+    assert calls[0] is not None
+    expected, yours = gradients(mechanism.double(), [x.double() for x in inputs], mask, gates, positions)
+    assert calls[1:] == [None]  # C has no float64
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # some hundred roundings each
+    for x, y in zip(results, expected, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), rtol=tolerance, atol=tolerance)
+    for name, y in yours.items():
+        assert (mine[name].double() - y).norm() <= tolerance * y.norm(), name

@@ -184,6 +184,29 @@ def exact(t, options, constants):
     return [output, *comparable(constants, options["function"], None, None, None, state), *kept]
 
 
+def exact_keys(t, options, constants):
+    """The operator with its gradients, or in float64 what it stands for."""
+    query, key, value, visible, score, place = (t.get(name) for name in SPECIFICATIONS["exact_keys"])
+    turns, number, scaling = options["turns"][:3], options["number"], options["scaling"]
+    if "is_exact" not in constants:
+        others = visible, score.detach(), place, *turns, number, scaling
+        output, size, *found = kernels_hybrid._ExactKeys.apply(query, key, value, others, None)
+        return [output, size.masked_fill(size < EMPTY_MAXIMUM / 2, 0.0), *found]
+    given = kernels_hybrid.Given(query, key, value, visible, *[None] * 14, EXP, 0, scaling, (0, 1, 0), (0, 1, 0))
+    exact = kernels_hybrid.Exact(score, None, place, *turns, 0, (), number)
+    new = [key, value, score.detach(), torch.zeros(score.shape).int()]
+    new += [] if place is None else [place[:, None, :, None].expand_as(score)]
+    rows = [torch.cat((x.new_zeros(*x.shape[:2], number, x.shape[3]), x), dim=2) for x in new]
+    gone, ages, _, seen, kept, kept_age = chosen(rows, visible, number)
+    far_key, far_value, *_, position = at_places(rows, gone)
+    if turns[1] < len(turns[0]):
+        far_key = RotaryShift(Rotary(tuple(turns[0]), turns[2]), turns[1])(far_key, -position[..., 0].long())
+    output, size = part_of_kept(given, exact, rows, seen)
+    last = at_places(rows, kept)
+    last[2:4] = last[2].masked_fill(kept_age.unsqueeze(3) == 0, 0.0), kept_age.unsqueeze(3)
+    return [output, size.masked_fill(size < EMPTY_MAXIMUM / 2, 0.0), far_key, far_value, ages.unsqueeze(3), *last]
+
+
 def exact_in_torch(given, exact):
     """`plain_joint` with the keys that are kept, and far keys that come when they are displaced."""
     (first, num_far), number, query = given.ranges, exact.number, given.query
@@ -251,7 +274,7 @@ def chosen(rows, real, number):
             seen.append([place in held and place not in empty for place in range(total)])
         kept[b, h] = torch.tensor(held)
         kept_age.append([0 if place in empty else count - left[place] + 1 for place in held])
-    seen = torch.tensor(seen).view(batch, heads, length, total)
+    seen = torch.tensor(seen, dtype=torch.bool).view(batch, heads, length, total)
     return gone, ages, is_gone, seen, kept, torch.tensor(kept_age, dtype=torch.int32).view(kept.shape)
 
 
@@ -422,12 +445,13 @@ def elu(t, options, constants):
 
 ENTRIES = {
     **{"attention": map_attention, "features": features, "step": step, "window": window, "joint": joint},
-    **{"exact": exact, "window_both_ways": window_both_ways},
+    **{"exact": exact, "exact_keys": exact_keys, "window_both_ways": window_both_ways},
     **{"slots": slots, "hybrid": hybrid, "elu": elu, "delta": delta, "delta_by_feature": delta},
     **{"delta_step": delta, "delta_step_by_feature": delta},
 }
 HAVE_GRADIENTS = ("attention", "features", "window", "window_both_ways", "joint", "delta", "delta_by_feature")
-ONLY_IN_C = ("hybrid", "joint", "exact", "elu")
+HAVE_GRADIENTS += ("exact_keys",)
+ONLY_IN_C = ("hybrid", "joint", "exact", "exact_keys", "elu")
 
 
 class Fuzzer:

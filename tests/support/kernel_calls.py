@@ -127,6 +127,14 @@ SPECIFICATIONS["exact"] = {
     **{"score": "BKL1", "position": "BN", "key_position": "BL"},
     **dict(zip(KEPT, ("BKMD", "BKMW", "BKM1", "BKM1", "BKM1"))),
 }
+SPECIFICATIONS["exact_keys"] = {
+    "query": "BHND",
+    "key": "BKND",
+    "value": "BKNW",
+    "visible": "BN",
+    "score": "BKN1",
+    "position": "BN",
+}
 SPECIFICATIONS |= {  # a decay per feature
     "delta_by_feature": SPECIFICATIONS["delta"] | {"log_decay": "BKNF"},
     "delta_step_by_feature": SPECIFICATIONS["delta_step"] | {"log_decay": "BK1F"},
@@ -227,9 +235,11 @@ class Maker:
         """The next one; of three, one does not fit."""
         weights = {"attention": 9, "features": 3, "step": 3, "window": 5, "slots": 4, "hybrid": 3, "elu": 1, "delta": 5}
         weights |= {"delta_by_feature": 3, "delta_step": 1, "delta_step_by_feature": 1, "joint": 5, "exact": 3}
-        weights |= {"window_both_ways": 4}
+        weights |= {"window_both_ways": 4, "exact_keys": 4}
         kind = self.random.choices(list(weights), weights.values())[0]
-        is_causal = kind in ("step", "hybrid", "joint", "exact") or kind.startswith("delta") or self.chance(0.6)
+        is_causal = (
+            kind in ("step", "hybrid", "joint", "exact", "exact_keys") or kind.startswith("delta") or self.chance(0.6)
+        )
         options: dict[str, Any] = {"function": self.pick((EXP, PLAIN, HEDGEHOG, ELU_PLUS_ONE)), "is_causal": is_causal}
         if kind in ("features", "step"):
             options["function"] = self.random.choice((PLAIN, EXP))
@@ -242,8 +252,8 @@ class Maker:
         names = self.given(kind, is_causal, options["function"])
         if kind in ("joint", "exact"):
             self.arrange_joint(names, sizes, options)
-        if kind in ("exact", "hybrid"):
-            options["turns"] = self.turns(sizes["D" if kind == "exact" else "E"], "position" in names)
+        if kind in ("exact", "exact_keys", "hybrid"):
+            options["turns"] = self.turns(sizes["E" if kind == "hybrid" else "D"], "position" in names)
             options["number"] = sizes["M"]
         if kind == "window_both_ways":
             options["window"], sizes["N"] = self.pick((1, 2, 5, 16, 17, 33, 70)), max(1, sizes["N"])
@@ -254,7 +264,7 @@ class Maker:
         sizes["V"] = sizes["W"] + 1 + (kind == "hybrid" or function >= EXP)
         shapes = {name: self.shape(SPECIFICATIONS[kind][name], sizes) for name in names}
         dtypes = self.random.choice(
-            DTYPES[: -1 if kind in ("hybrid", "joint", "exact") else None]
+            DTYPES[: -1 if kind in ("hybrid", "joint", "exact", "exact_keys") else None]
         )  # no float64, C alone computes it
         tensors = self.contents(kind, shapes, dtypes, options, is_affine)
         tensors = {name: angles(x) if name.endswith("_turn") else x for name, x in tensors.items()}
@@ -303,7 +313,7 @@ class Maker:
             names = [name for name in names if name not in ("log_scale", "norm_weight")]
         if kind == "hybrid" and self.chance(0.4):
             names = [name for name in names if name not in ("score", "slope", "window_score", *KEPT)]
-        if kind in ("hybrid", "exact") and self.chance(0.4):
+        if kind in ("hybrid", "exact", "exact_keys") and self.chance(0.4):
             names = [name for name in names if "position" not in name]
         if kind == "exact" and "state" not in names:
             names = [name for name in names if name not in KEPT]

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from hf_linear_attention.training.data.batches import pad, stream_of
 from hf_linear_attention.training.data.splits import load_data
+from hf_linear_attention.training.loop import TrainingLoop
 from hf_linear_attention.training.recipe_parser import parse_options
 
 
@@ -46,6 +47,16 @@ def options(llama: str, files: Path) -> list[Any]:
     data = ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_steps", STEPS]
     rate = ["--learning_rate", PEAK, "--logging_steps", 1, "--recall_texts", 0]
     return ["--model_name_or_path", llama, "--task", "causal_lm", *data, *rate]
+
+
+def test_only_steps_compute_without_denormal_numbers(options, finetune, monkeypatch):
+    """They slow products down; other code of the process keeps them."""
+    found, step = [], TrainingLoop._step
+    tiny = torch.tensor(1e-40)
+    monkeypatch.setattr(TrainingLoop, "_step", lambda loop, window: found.append(float(tiny * 1)) or step(loop, window))
+    finetune(*options)
+    assert found == [0.0] * STEPS
+    assert float(tiny * 1) > 0
 
 
 @pytest.mark.parametrize(

@@ -404,9 +404,13 @@ class SampledQueries:
         far = self.far[:, None]
         if self.scores is None:
             return torch.zeros_like(far)
-        scores = self.scores.detach().unsqueeze(2).masked_fill(~far, float("-inf"))
-        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.num_exact_keys]
-        return torch.zeros_like(scores, dtype=torch.bool).scatter(3, best, True) & far
+        # All queries share the order of the keys, which is sorted once.
+        order = self.scores.detach().sort(dim=-1, descending=True, stable=True).indices.unsqueeze(2)
+        order = order.expand(-1, -1, far.shape[2], -1)
+        best = far.expand_as(order).gather(3, order)
+        return torch.zeros_like(best).scatter(
+            3, order, best & (best.cumsum(3, dtype=torch.int32) <= self.num_exact_keys)
+        )
 
 
 @torch.no_grad()
