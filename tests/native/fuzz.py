@@ -590,6 +590,7 @@ def main() -> int:
     library = kernels_cpu.library() if given.library is None else kernels_cpu.load(given.library)
     if library is None:
         raise SystemExit(f"There are no C kernels to call: {kernels_cpu.kernel_backend().reason}")
+    kernels_cpu.choose_bfloat16(library)
     torch.set_num_threads(1)
     fuzzer, begin, failures, number = Fuzzer(library), time.monotonic(), [], 0
     while number < given.calls and time.monotonic() - begin < given.seconds and len(failures) < given.failures:
