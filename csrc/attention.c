@@ -18,9 +18,9 @@ static void add_block_to_sums(work *w) {
     }
     int64_t f = w->feature_row, d = w->value_row;
     if (w->sizes->causal)
-        half_product(w, w->sums, d, w->key_t, BLOCK, 1, w->value, d, f, BLOCK, d, 1, FULL);
+        product(w->sums, d, w->key_t, BLOCK, 1, w->value, d, f, BLOCK, d, 1, FULL);
     else
-        half_product(w, w->sums, d, w->key, 1, f, w->value, d, f, BLOCK, d, 1, FULL);
+        product(w->sums, d, w->key, 1, f, w->value, d, f, BLOCK, d, 1, FULL);
     add_rows(w->z, w->key, w->tokens, w->feature_row);
 }
 

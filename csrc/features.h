@@ -170,7 +170,6 @@ static inline void load_keys(work *w, int64_t n, int64_t known) {
         else if (w->feature_row > w->sizes->features)
             memset(w->key + t * w->feature_row + w->sizes->features, 0, 4 * (w->feature_row - w->sizes->features));
     memset(w->key + w->tokens * w->feature_row, 0, 4 * w->feature_row * (BLOCK - w->tokens));
-    round_numbers(w, w->key, BLOCK * w->feature_row);
     if (w->sizes->causal) transpose(w->key_t, BLOCK, w->key, w->feature_row, BLOCK, w->feature_row);
     load(w, w->value, w->value_row, VALUE, 0, n, w->sizes->width);
     for (int64_t t = 0; t < w->tokens; t++)

@@ -123,8 +123,8 @@ static void product_with_columns(const window *v, float *out, const float *a, in
                         depth, runs[i].end - runs[i].first, 0, FULL);
     }
     if (v->sinks)
-        half_product(&v->w, out + v->ring, count, sinks_a, row, 1, b + v->ring, count, rows, depth, count - v->ring, 0,
-                     FULL);
+        half_product(&v->w, out + v->ring, count, sinks_a, row, 1, b + v->ring, count, v->w.in_tiles ? BLOCK : rows,
+                     depth, count - v->ring, 0, FULL);
 }
 
 /* out[ROWS, LANES * width] = the sum over `count` runs of weights[ROWS, run] b[run, LANES * width] */
