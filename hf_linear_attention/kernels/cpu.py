@@ -157,8 +157,7 @@ def bfloat16_products(features: int, requested: str) -> str:
     Raises:
         ValueError: if the processor cannot do what is requested.
     """
-    usable = ["float32"]
-    usable += [name for name, feature in zip(BFLOAT16_PRODUCTS[1:], (AVX512_BF16, AMX)) if features & feature]
+    usable = usable_products(features)
     if requested in usable:
         return requested
     if requested != "auto":
@@ -168,6 +167,12 @@ def bfloat16_products(features: int, requested: str) -> str:
         )
     slow = ["avx512_bf16"] if features & INTEL else []
     return next(name for name in reversed(usable) if name not in slow)
+
+
+def usable_products(features: int) -> list[str]:
+    """Those of `BFLOAT16_PRODUCTS` that a processor with these features can compute."""
+    others = zip(BFLOAT16_PRODUCTS[1:], (AVX512_BF16, AMX))
+    return [BFLOAT16_PRODUCTS[0], *(name for name, feature in others if features & feature)]
 
 
 def _without(reason: str) -> tuple[None, KernelBackend]:

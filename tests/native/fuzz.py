@@ -433,6 +433,7 @@ ONLY_IN_C = ("hybrid", "joint", "exact", "elu")
 class Fuzzer:
     def __init__(self, library: Any):
         self.library, self.counts = library, Counter()
+        self.products = kernels_cpu.usable_products(library.bfloat16_features())
         self.choose(library)
 
     def choose(self, library: Any) -> None:
@@ -441,6 +442,7 @@ class Fuzzer:
 
     def run(self, seed: int) -> str:
         """What is wrong with the call of this seed, or nothing."""
+        self.library.set_bfloat16(kernels_cpu.BFLOAT16_PRODUCTS.index(self.products[seed % len(self.products)]))
         maker = Maker(seed)
         call = maker.call()
         torch.manual_seed(seed)
@@ -590,7 +592,6 @@ def main() -> int:
     library = kernels_cpu.library() if given.library is None else kernels_cpu.load(given.library)
     if library is None:
         raise SystemExit(f"There are no C kernels to call: {kernels_cpu.kernel_backend().reason}")
-    kernels_cpu.choose_bfloat16(library)
     torch.set_num_threads(1)
     fuzzer, begin, failures, number = Fuzzer(library), time.monotonic(), [], 0
     while number < given.calls and time.monotonic() - begin < given.seconds and len(failures) < given.failures:
