@@ -32,18 +32,20 @@ WITH_BFLOAT16 INLINE __m512i pairs_of(vector first, vector second) {
 #define DEPTH 128 /* columns of a left factor at a time */
 #define IN_LINES __attribute__((aligned(64)))
 
-/* Tiles of 16 rows of 64 bytes, for this thread until `end_tiles`; no other code that uses tiles may run between. */
-WITH_TILES static inline void begin_tiles(const work *w) {
+/* Tiles of 16 rows of 64 bytes, for this thread until `end_tiles` leaves them to whatever had them before. */
+WITH_TILES static inline void begin_tiles(work *w) {
     static const struct {
         uint8_t palette, start_row, unused[14];
         uint16_t bytes[16];
         uint8_t rows[16];
     } shape = {.palette = 1, .bytes = {[0 ... 7] = 4 * TILE}, .rows = {[0 ... 7] = TILE}};
-    if (w->in_tiles) _tile_loadconfig(&shape);
+    if (!w->in_tiles) return;
+    _tile_storeconfig(w->tiles_before);
+    _tile_loadconfig(&shape);
 }
 
 WITH_TILES static inline void end_tiles(const work *w) {
-    if (w->in_tiles) _tile_release();
+    if (w->in_tiles) _tile_loadconfig(w->tiles_before);
 }
 
 /* out[2 * TILE, words] = `depth` columns of `rows` rows of a, 0 up to the next 32; a has a stride of 1. */
@@ -132,7 +134,7 @@ WITH_TILES static void product_in_tiles(float *out, int64_t ldo, const float *a,
     }
 }
 #else
-static inline void begin_tiles(const work *w) {
+static inline void begin_tiles(work *w) {
     (void)w;
 }
 static inline void end_tiles(const work *w) {
