@@ -27,20 +27,23 @@ static void add_block_to_sums(work *w) {
 /* Output of a block of queries, from the sums and, in the causal form, the keys of the same block. */
 static void attend_block(work *w, int64_t n) {
     int64_t f = w->feature_row, d = w->value_row;
-    float total[BLOCK], inverse[BLOCK], scale[BLOCK], zeros[BLOCK] = {0};
+    float total[BLOCK], inverse[BLOCK], scale[BLOCK], zeros[BLOCK] = {0}, z[f];
     for (int64_t g = 0; g < w->sizes->groups; g++) {
         prefetch_rows(w, 3, OUTPUT, g, n, n + w->tokens);
         if (w->is_packed)
             attend_packed_block(w, total, g, n);
         else {
             load_queries(w, g, n, scale);
-            product(w->out, d, w->query, f, 1, w->sums, d, BLOCK, f, d, 0, FULL);
-            row_dot_products(total, w->query, w->z, 0, f);
+            half_product(w, w->out, d, w->query, f, 1, w->sums, d, BLOCK, f, d, 0, FULL);
+            memcpy(z, w->z, 4 * f);
+            round_numbers(w, z, f);
+            row_dot_products(total, w->query, z, 0, f);
         }
         if (w->sizes->causal && !w->is_packed) {
-            product(w->scores, BLOCK, w->query, f, 1, w->key_t, BLOCK, BLOCK, f, BLOCK, 0, INTO_LOWER);
+            half_product(w, w->scores, BLOCK, w->query, f, 1, w->key_t, BLOCK, BLOCK, f, BLOCK, 0, INTO_LOWER);
             add_and_clear_upper(w->scores, zeros);
-            product(w->out, d, w->scores, BLOCK, 1, w->value, d, BLOCK, BLOCK, d, 1, LOWER);
+            round_numbers(w, w->scores, BLOCK * BLOCK);
+            half_product(w, w->out, d, w->scores, BLOCK, 1, w->value, d, BLOCK, BLOCK, d, 1, LOWER);
             row_dot_products(inverse, w->scores, w->ones, 0, BLOCK);
             for (int64_t t = 0; t < BLOCK; t++) total[t] += inverse[t];
         }
@@ -88,6 +91,7 @@ static int forward_queries(work *w) {
 static int run_heads(const sizes *s, const tensor *x, int is_backward, void (*pass)(work *, int64_t)) {
     work w[MOST_HEADS];
     int64_t most = begin_heads(w, s, x, is_backward);
+    if (most) begin_tiles(w);
     for (int64_t first = s->start; first < s->stop && most; first += most) {
         int64_t count = s->stop - first < most ? s->stop - first : most;
         for (int64_t i = 0; i < count; i++) {
@@ -96,6 +100,7 @@ static int run_heads(const sizes *s, const tensor *x, int is_backward, void (*pa
         }
         pass(w, count);
     }
+    if (most) end_tiles(w);
     if (most) free(w->memory);
     return !most;
 }

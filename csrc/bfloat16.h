@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Products of bfloat16 numbers, added in float32, on processors with AVX512-BF16: twice the rate of float32 (AMD Zen 4:
    232 GFLOP/s for 116). Intel's have half the rate of float32 (Xeon of family 6, model 207: 96 for 200), so on these,
-   as without AVX512-BF16, bfloat16 is widened when it is loaded.
+   as without AVX512-BF16, bfloat16 is widened when it is loaded, or goes through tiles.h.
 
    Two numbers share 32 bits, the first in the lower half: of a left factor two columns, of a right factor two rows.
    They are multiplied with the two of the other factor at once. All sums stay float32. This is for elu + 1 of inputs,
@@ -10,26 +10,14 @@
 #ifndef BFLOAT16_H
 #define BFLOAT16_H
 
-#include "blocks.h"
+#include "tiles.h"
 
-#if defined(__AVX512F__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
-#define WITH_BFLOAT16 __attribute__((target("avx512bf16")))
+#ifdef WITH_BFLOAT16
 #define ONES 0x3f803f80
 
-#ifdef PACK_ON_INTEL /* so that sanitizers see this code there, too */
-#define IS_FAST 1
-#else
-#define IS_FAST !__builtin_cpu_is("intel")
-#endif
-
 static inline int takes_packed(const sizes *s, const tensor *x) {
-    return IS_FAST && s->map == ELU && !x[KEY_MAP].data && x[QUERY].bytes == 2 && x[KEY].bytes == 2 &&
-           x[VALUE].bytes == 2 && x[OUTPUT].bytes == 2 && __builtin_cpu_supports("avx512bf16");
-}
-
-/* b in the upper half of the vector, a in the lower one */
-WITH_BFLOAT16 INLINE __m512i round_two(vector a, vector b) {
-    return (__m512i)_mm512_cvtne2ps_pbh(b, a);
+    return bfloat16_products == IN_AVX512_BF16 && s->map == ELU && !x[KEY_MAP].data && x[QUERY].bytes == 2 &&
+           x[KEY].bytes == 2 && x[VALUE].bytes == 2 && x[OUTPUT].bytes == 2;
 }
 
 WITH_BFLOAT16 INLINE vector add_products(vector sum, __m512i a, __m512i b) {
@@ -56,19 +44,15 @@ WITH_BFLOAT16 static void pack_columns(uint32_t *out, const float *x, int64_t ro
     for (int64_t t = 0; t < rows; t++, x += columns)
         for (int64_t j = 0; j < columns; j += 2 * LANES, out += LANES) {
             vector second = j + LANES < columns ? *(const vector *)(x + j + LANES) : (vector){0};
-            _mm512_storeu_si512(out, round_two(*(const vector *)(x + j), second));
+            _mm512_storeu_si512(out, halves_of(*(const vector *)(x + j), second));
         }
 }
 
 /* out[rows / 2, columns] = x[rows, columns] */
 WITH_BFLOAT16 static void pack_rows(uint32_t *out, const float *x, int64_t rows, int64_t columns) {
-    const __m512i places = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     for (int64_t t = 0; t < rows; t += 2, x += 2 * columns)
-        for (int64_t j = 0; j < columns; j += LANES, out += LANES) {
-            __m512i both = round_two(*(const vector *)(x + j), *(const vector *)(x + columns + j));
-            _mm512_storeu_si512(out, _mm512_permutexvar_epi16(places, both));
-        }
+        for (int64_t j = 0; j < columns; j += LANES, out += LANES)
+            _mm512_storeu_si512(out, pairs_of(*(const vector *)(x + j), *(const vector *)(x + columns + j)));
 }
 
 /* a[rows, depth] times b[depth, columns]; `depth` counts pairs. */
@@ -164,7 +148,7 @@ WITH_BFLOAT16 static void load_packed(const work *w, uint32_t *out, int which, i
             __m512i x = load_first(row + 2 * j, columns - j);
             vector low = (vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(x)), 16);
             vector high = (vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(x, 1)), 16);
-            __m512i both = round_two(elu_of(low) * factor[t], elu_of(high) * factor[t]);
+            __m512i both = halves_of(elu_of(low) * factor[t], elu_of(high) * factor[t]);
             _mm512_storeu_si512(out + j / 2, _mm512_maskz_mov_epi16(first_of(columns - j), both));
         }
     }
@@ -249,7 +233,7 @@ WITH_BFLOAT16 static void store_packed(const work *w, const float *scale, int64_
         for (int64_t j = 0; j < width; j += 2 * LANES) {
             const float *x = w->out + t * d + j;
             vector second = j + LANES < d ? *(const vector *)(x + LANES) : (vector){0};
-            __m512i both = round_two(*(const vector *)x * scale[t], second * scale[t]);
+            __m512i both = halves_of(*(const vector *)x * scale[t], second * scale[t]);
             _mm512_mask_storeu_epi16(row + 2 * j, first_of(width - j), both);
         }
     }

@@ -26,6 +26,8 @@ typedef struct work {
     float *maximum, *rescale, steps[BLOCK], query_factor[BLOCK], key_factor[BLOCK];
     float *query, *key, *value, *query_input, *key_input, *key_t, *scores, *out, *sums, *z, *ones;
     float *image, *is_real, *query_softmax, *key_softmax; /* of HEDGEHOG */
+    int in_tiles;                                         /* see tiles.h */
+    char tiles_before[64];                                /* how the caller had configured tiles */
     /* of the forward pass where `is_packed`, see bfloat16.h */
     int is_packed;
     uint32_t *packed_query, *packed_key, *packed_key_t, *packed_value, *packed_sums, *packed_z, *packed_scores;

@@ -7,7 +7,7 @@
    window and the far keys have left in the output. Where there is nothing to join, a single call does both. The
    backward pass chooses again; the gradient of a key is complete when it is displaced, as is that of the far key it
    becomes. */
-#include "blocks.h"
+#include "tiles.h"
 
 typedef struct {
     work w;
@@ -113,12 +113,13 @@ static void slot_logits(exact *v, int64_t g, int64_t n) {
     int64_t p = w->input_row, columns = v->slots, limit = w->sizes->map;
     float scaling = *(float *)address_of(w, EXACT_SCALING, 0, 0);
     load(w, w->query, p, QUERY, g, n, w->sizes->inputs);
-    product(v->scores, columns, w->query, p, 1, v->key_t, columns, BLOCK, p, columns, 0, FULL);
+    half_product(w, v->scores, columns, w->query, p, 1, v->key_t, columns, BLOCK, p, columns, 0, FULL);
     if (v->is_long) {
         memcpy(v->distant_query, w->query, 4 * BLOCK * p);
         for (int64_t t = 0; t < w->tokens; t++)
             turn_to(v, v->distant_query + t * p, 0, limit - 1 - (int64_t)number_at(v, QUERY_POSITION, n + t));
-        product(v->distant_scores, columns, v->distant_query, p, 1, v->distant_t, columns, BLOCK, p, columns, 0, FULL);
+        half_product(w, v->distant_scores, columns, v->distant_query, p, 1, v->distant_t, columns, BLOCK, p, columns, 0,
+                     FULL);
     }
     for (int64_t t = 0; t < w->tokens; t++) {
         float *row = v->scores + t * columns;
@@ -135,6 +136,7 @@ static void attend_slots(exact *v, int64_t g, int64_t n) {
     work *w = &v->w;
     int64_t columns = v->slots, d = w->value_row;
     float top[BLOCK], total[BLOCK], by_lane[BLOCK * LANES], size[BLOCK];
+    prefetch_rows(w, 3, EXACT_OUTPUT, g, n, n + w->tokens);
     slot_logits(v, g, n);
     reduce_rows(top, v->scores, NULL, 0, columns, 1);
     memset(by_lane, 0, sizeof(by_lane));
@@ -143,13 +145,14 @@ static void attend_slots(exact *v, int64_t g, int64_t n) {
         float less = top[t] < EMPTY / 2 ? 0 : top[t];
         for (int64_t j = 0; j < columns; j += LANES) {
             vector *x = (vector *)(v->scores + t * columns + j), y = *x - less;
-            *x = blend(y < -LIMIT, (vector){0}, exp_of_negative(y)); /* products with denormal numbers are slow */
+            /* products with denormal numbers are slow */
+            *x = rounded(w, blend(y < -LIMIT, (vector){0}, exp_of_negative(y)));
             sum += *x;
         }
         *(vector *)(by_lane + t * LANES) = sum;
     }
     row_dot_products(total, by_lane, w->ones, 0, LANES);
-    product(w->out, d, v->scores, columns, 1, v->value, d, BLOCK, columns, d, 0, FULL);
+    half_product(w, w->out, d, v->scores, columns, 1, v->value, d, BLOCK, columns, d, 0, FULL);
     load_numbers(w, size, EXACT_SIZE, g, n);
     for (int64_t t = 0; t < w->tokens; t++) {
         if (!total[t]) continue; /* nothing is kept */
@@ -229,7 +232,7 @@ static void exact_of_head(exact *v, int is_backward) {
             int is_real = *address_of(w, MASK, 0, n + t);
             int64_t gone = is_real ? choose(v, n + t, v->spare[t]) : -1;
             if (is_real) v->spare[t] = gone;
-            if (gathers) store_gone(v, n + t, gone);
+            if (gathers) store_gone(v, n + t, gone), prefetch_next();
             memcpy(v->hidden + t * columns, v->now, 4 * columns);
         }
         if (!attends) continue;
@@ -252,7 +255,7 @@ static int exact_keys(const sizes *s, const tensor *x, int is_backward) {
     work *w = &v->w;
     memset(v, 0, sizeof(*v));
     w->sizes = s, w->tensors = x, w->input_row = round_up(s->inputs), w->value_row = round_up(s->width);
-    w->next_offset = BLOCK;
+    w->next_offset = BLOCK, w->in_tiles = !is_backward && takes_tiles(x);
     v->count = s->features, v->slots = round_up(v->count + BLOCK);
     int64_t p = w->input_row, d = w->value_row, slots = v->slots;
     int64_t floats = BLOCK * (4 * p + 3 * d + 4 * slots) + slots * (5 * p + 3 * d + 12) + v->count * 2 + 3 * BLOCK;
@@ -273,10 +276,12 @@ static int exact_keys(const sizes *s, const tensor *x, int is_backward) {
     v->grad_query = allocate(&m, BLOCK * p), v->grad_key = allocate(&m, slots * p);
     v->grad_value = allocate(&m, slots * d);
     for (int64_t j = 0; j < BLOCK; j++) w->ones[j] = 1;
+    begin_tiles(w);
     for (int64_t i = s->start; i < s->stop; i++) {
         w->batch = i / s->heads, w->head = i % s->heads;
         exact_of_head(v, is_backward);
     }
+    end_tiles(w);
     free(memory);
     return 0;
 }

@@ -185,12 +185,16 @@ static inline void load_keys(work *w, int64_t n, int64_t known) {
 static inline void load_queries(work *w, int64_t g, int64_t n, float *scale) {
     int64_t f = w->feature_row;
     load_inputs(w, w->query, w->query_input, QUERY, g, n, w->maps + 1 + g);
-    if (w->sizes->map < EXP) return;
+    if (w->sizes->map < EXP) {
+        round_numbers(w, w->query, BLOCK * f);
+        return;
+    }
     for (int64_t t = 0; t < BLOCK; t++)
         for (int64_t j = 0; j < f; j++) w->query[t * f + j] += w->maximum[j] + w->decay * w->steps[t];
     reduce_rows(scale, w->query, NULL, 0, f, 1);
     exponentiate(w, w->query, scale);
     memset(w->query + w->tokens * f, 0, 4 * f * (BLOCK - w->tokens));
+    round_numbers(w, w->query, BLOCK * f);
     const affine *m = w->maps + 1 + g;
     float half[BLOCK];
     if (m->norm) row_dot_products(half, w->query_input, w->query_input, w->input_row, w->input_row);
@@ -304,7 +308,7 @@ static inline void allocate_head(work *w, char **memory, int64_t blocks, int is_
    the cache together. Returns how many they are, 0 where there is no memory. */
 static inline int64_t begin_heads(work *w, const sizes *s, const tensor *x, int is_backward) {
     describe_work(w, s, x);
-    w->is_packed = !is_backward && takes_packed(s, x);
+    w->is_packed = !is_backward && takes_packed(s, x), w->in_tiles = !is_backward && takes_tiles(x);
     int64_t p = w->input_row, f = w->feature_row, d = w->value_row, blocks = is_backward && s->causal ? s->keys + 1 : 1;
     int64_t count = s->stop - s->start, most = x[KEY].head < x[KEY].token ? FLOATS_IN_CACHE / floats_per_head(w, 0) : 1;
     most = most < 1 ? 1 : most < MOST_HEADS ? most : MOST_HEADS;

@@ -6,7 +6,7 @@
    Axes: heads are key/value heads, groups the query heads of each of them. A tensor has five axes, batch, head, group,
    token and column; the stride of a column is always one number. Numbers of 4 bytes are float32, of 2 bfloat16; masks
    have 1 byte per entry. A missing tensor is a null pointer. Inside, all arithmetic is float32, but for the
-   products of bfloat16.h. */
+   products of bfloat16.h and tiles.h. */
 #ifndef LINEAR_ATTENTION_H
 #define LINEAR_ATTENTION_H
 
@@ -213,6 +213,14 @@ enum {
 EXPORT void abi(int64_t *numbers);
 /* The best of the instruction sets that this library is built for and this processor has: 0 base, 1 avx2, 2 avx512. */
 EXPORT int64_t best_instruction_set(void);
+
+/* How products are computed where the queries are bfloat16: in float32, with AVX512-BF16 (bfloat16.h) or with AMX
+   (tiles.h). What the processor has of it are the bits 1 << IN_AVX512_BF16 and 1 << IN_AMX of `bfloat16_features`;
+   bit 0 says that it is of Intel. `set_bfloat16` chooses, before the first call of a kernel. */
+enum { IN_FLOAT32, IN_AVX512_BF16, IN_AMX };
+EXPORT int64_t bfloat16_features(void);
+EXPORT void set_bfloat16(int64_t products);
+extern __attribute__((visibility("hidden"))) int64_t bfloat16_products;
 
 /* These return 1 where there is no memory left for their working space, else 0. */
 EXPORT int attention_forward(const sizes *s, const tensor *x);

@@ -10,7 +10,7 @@
    of what a query does not see are 0, and the other columns are never read.
 
    The backward pass makes the weights again from the logarithm of their sum, as FlashAttention (Dao 2022) does. */
-#include "blocks.h"
+#include "tiles.h"
 
 typedef struct {
     work w;
@@ -34,6 +34,7 @@ typedef struct {
 static void runs_of(const window *v, int64_t t, int is_whole, run *runs) {
     int64_t first = t + v->ring - BLOCK - v->window + 1, end = t + ROWS + v->ring - BLOCK, turn = v->ring - v->begin;
     first = first < v->low ? v->low : first, end = end > v->high ? v->high : end;
+    if (v->w.in_tiles) first = 0, end = v->ring; /* as whole products read them, where nothing is seen too */
     if (is_whole) first = first / LANES * LANES, end = (end + LANES - 1) / LANES * LANES;
     runs[0] = (run){v->begin + first, v->begin + (end < turn ? end : turn)};
     runs[1] = (run){(first > turn ? first : turn) - turn, end - turn};
@@ -112,7 +113,8 @@ static vector mask_logits(const window *v, float *scores, int64_t n, int64_t t, 
 static void product_with_columns(const window *v, float *out, const float *a, int64_t row, const float *b,
                                  const float *sinks_a, int64_t rows, int64_t depth) {
     int64_t count = v->columns;
-    for (int64_t t = 0; t < rows; t += ROWS) {
+    if (v->w.in_tiles) product_in_tiles(out, count, a, row, 1, b, count, BLOCK, row, v->ring, 0);
+    for (int64_t t = 0; t < rows && !v->w.in_tiles; t += ROWS) {
         run runs[2];
         runs_of(v, t, 1, runs);
         for (int i = 0; i < 2; i++)
@@ -121,7 +123,8 @@ static void product_with_columns(const window *v, float *out, const float *a, in
                         depth, runs[i].end - runs[i].first, 0, FULL);
     }
     if (v->sinks)
-        product(out + v->ring, count, sinks_a, row, 1, b + v->ring, count, rows, depth, count - v->ring, 0, FULL);
+        half_product(&v->w, out + v->ring, count, sinks_a, row, 1, b + v->ring, count, v->w.in_tiles ? BLOCK : rows,
+                     depth, count - v->ring, 0, FULL);
 }
 
 /* out[ROWS, LANES * width] = the sum over `count` runs of weights[ROWS, run] b[run, LANES * width] */
@@ -145,7 +148,9 @@ static void product_with_places(const window *v, float *out, const float *weight
                                 float *sinks_out, int64_t rows) {
     int64_t count = v->columns;
     int is_apart = sinks_out != out;
-    for (int64_t t = 0; t < rows; t += ROWS) {
+    if (v->w.in_tiles)
+        product_in_tiles(out, columns, weights, count, 1, b, columns, BLOCK, is_apart ? v->ring : count, columns, 0);
+    for (int64_t t = 0; t < rows && !v->w.in_tiles; t += ROWS) {
         run runs[3] = {{0, 0}, {0, 0}, {v->ring, v->ring + v->sinks}};
         const float *a = weights + t * count;
         float *to = out + t * columns;
@@ -213,7 +218,8 @@ static void exponentiate_logits(window *v, const float *less, float *total) {
         for (int i = 0; i < 3; i++)
             for (int64_t j = runs[i].first; j < runs[i].end; j += LANES) {
                 vector *x = (vector *)(v->scores + t * v->columns + j), y = *x - less[t];
-                *x = blend(y < -LIMIT, (vector){0}, exp_of_negative(y)); /* products with denormal numbers are slow */
+                /* products with denormal numbers are slow */
+                *x = rounded(&v->w, blend(y < -LIMIT, (vector){0}, exp_of_negative(y)));
                 sum += *x;
             }
         *(vector *)(by_lane + t * LANES) = sum;
@@ -342,6 +348,7 @@ static int run_window(const sizes *s, const tensor *x, int is_backward) {
     work *w = &v->w;
     memset(v, 0, sizeof(*v));
     w->sizes = s, w->tensors = x, w->input_row = round_up(s->inputs), w->value_row = round_up(s->width);
+    w->in_tiles = !is_backward && takes_tiles(x);
     v->window = s->features, v->sinks = s->map, v->is_joint = x[FAR_TOTAL].data != NULL;
     v->blocks = (v->window + 2 * BLOCK - 2) / BLOCK, v->ring = v->blocks * BLOCK;
     v->columns = v->ring + round_up(v->sinks);
@@ -367,10 +374,12 @@ static int run_window(const sizes *s, const tensor *x, int is_backward) {
         v->pairs = allocate(&m, columns * BLOCK), v->value_t = allocate(&m, columns * w->value_row);
     }
     for (int64_t j = 0; j < columns; j++) w->ones[j] = 1;
+    begin_tiles(w);
     for (int64_t i = s->start; i < s->stop; i++) {
         w->batch = i / s->heads, w->head = i % s->heads;
         window_of_head(v, is_backward);
     }
+    end_tiles(w);
     free(memory);
     return 0;
 }

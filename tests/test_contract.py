@@ -38,7 +38,7 @@ def variables() -> set[str]:
         path for name in ("hf_linear_attention", "conversion", "training") for path in (ROOT / name).rglob("*.py")
     ]
     texts = [path.read_text() for path in (*sources, ROOT / "setup.py")]
-    return {name for text in texts for name in re.findall(r'"(HF_LINEAR_ATTENTION_[A-Z_]+)"', text)}
+    return {name for text in texts for name in re.findall(r'"(HF_LINEAR_ATTENTION_[A-Z0-9_]+)"', text)}
 
 
 def names_of_api() -> set[str]:

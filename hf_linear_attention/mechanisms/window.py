@@ -563,8 +563,9 @@ def attend_both_ways(mechanism: Any, inputs: MechanismInputs) -> Tensor:
         return output
     rows = _rows_of_sinks(mechanism, sink_query, tokens)
     rows = (rows * is_there[:, None, :, None]).transpose(1, 2).to(output.dtype)
-    index = places[:, :, None, None].expand_as(rows)
-    return output.scatter(1, index, rows) if torch.is_grad_enabled() else output.scatter_(1, index, rows)
+    # Of bfloat16, `scatter` would take all of the output to float32 and back.
+    index = torch.arange(places.shape[0], dtype=torch.long, device=places.device)[:, None], places
+    return output.index_put(index, rows) if torch.is_grad_enabled() else output.index_put_(index, rows)
 
 
 def _is_plain(mechanism: Any, inputs: MechanismInputs) -> bool:

@@ -457,6 +457,7 @@ ONLY_IN_C = ("hybrid", "joint", "exact", "exact_keys", "elu")
 class Fuzzer:
     def __init__(self, library: Any):
         self.library, self.counts = library, Counter()
+        self.products = kernels_cpu.usable_products(library.bfloat16_features())
         self.choose(library)
 
     def choose(self, library: Any) -> None:
@@ -465,6 +466,7 @@ class Fuzzer:
 
     def run(self, seed: int) -> str:
         """What is wrong with the call of this seed, or nothing."""
+        self.library.set_bfloat16(kernels_cpu.BFLOAT16_PRODUCTS.index(self.products[seed % len(self.products)]))
         maker = Maker(seed)
         call = maker.call()
         torch.manual_seed(seed)

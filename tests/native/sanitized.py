@@ -35,7 +35,7 @@ def build(folder: Path, *options: str) -> Path:
         RuntimeError: with what the compiler said, if it cannot.
     """
     library, sources = folder / "_kernels_base.so", sorted(str(path) for path in (ROOT / "csrc").glob("*.c"))
-    given = [*flags(), *SANITIZERS, "-DPACK_ON_INTEL", *options, "-fPIC", "-shared"]
+    given = [*flags(), *SANITIZERS, *options, "-fPIC", "-shared"]
     command = [compiler() or "cc", *given, *sources, "-o", str(library), "-lm"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     if result.returncode:
