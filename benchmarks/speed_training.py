@@ -45,7 +45,11 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "teacher": [(Teacher, "__call__")],
     "student": [(objectives, "run_model")],
     "attention": [(LinearizedAttention, "_attend")],
-    "losses": [(objectives.StudentWithObjectives, "forward")],
+    "losses": [
+        (objectives.StudentWithObjectives, "forward"),
+        (objectives.AttentionTransfer, "total"),
+        (objectives.FarShare, "total"),
+    ],
     "backward": [(TrainingLoop, "_backward"), (objectives, "differentiated")],
     "clipping": [(TrainingLoop, "_clip")],
     "optimizer": [(TrainingLoop, "_update")],
