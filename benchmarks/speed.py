@@ -166,9 +166,18 @@ def whole(
     return {key: call_of(model, length) for key, model in models.items()}
 
 
-def steps(name: str, context: int, dtype: torch.dtype = torch.float32) -> Methods:
+def steps(name: str, context: int) -> Methods:
     """One token of a whole model behind a context."""
-    return steps_of(variants(name, DEFAULT | LINEAR, dtype), context)
+    return steps_of(variants(name, DEFAULT | LINEAR), context)
+
+
+def in_both_types(what: Callable[[Any, int], Any], name: str, form: str, length: int) -> Methods:
+    """A call of a whole model, in float32 and in bfloat16."""
+    made = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        models = variants(name, DEFAULT, dtype)
+        made[str(dtype)[6:]] = steps_of(models, length)[form] if what is steps else what(models[form], length)
+    return made
 
 
 def compiled(name: str, context: int) -> Methods:
@@ -284,15 +293,29 @@ def tables_of_models(size: Callable[[int], int], large: str) -> dict[str, Compar
     }
 
 
+def tables_of_bfloat16(size: Callable[[int], int], large: str) -> dict[str, Comparison]:
+    """Whole models in bfloat16 over float32: converted by default, and the originals, whose products are torch's."""
+    found = {}
+    for form, aim in (("default", 1.6), (SOFTMAX, None)):
+        cases = by_length(
+            [size(64), size(512), size(2048)], partial(in_both_types, forward_pass, "MiniLM", form), "MiniLM, "
+        )
+        cases |= by_length([size(512), size(2048)], partial(in_both_types, forward_pass, large, form), f"{large}, ")
+        cases |= by_length([size(512)], partial(in_both_types, steps, large, form), f"{large}, a step at ")
+        aims = {"bfloat16": [aim] * 5 + [None if aim is None else 1]}
+        found[f"{form}_in_bfloat16"] = Comparison(f"bfloat16, {form}", "float32", cases, aims)
+    return found
+
+
 def main(argv: list[str] | None = None) -> None:
     """Measure all tables, or some."""
-    names = [*tables_of_attention(int), *tables_of_models(int, LARGE)]
+    names = [*tables_of_attention(int), *tables_of_models(int, LARGE), *tables_of_bfloat16(int, LARGE)]
     arguments = parse(__doc__, argv, {"rounds": 1}, tables=names, rounds=25, seconds=8.0)
     unknown = set(arguments.tables) - set(names)
     if unknown:
         raise SystemExit(f"--tables: {', '.join(sorted(unknown))}; allowed are {', '.join(names)}")
     size, large = ((lambda n: 128 + n // 64), "GPT-2, 8 layers of 256") if arguments.quick else (int, LARGE)
-    made = tables_of_attention(size) | tables_of_models(size, large)
+    made = tables_of_attention(size) | tables_of_models(size, large) | tables_of_bfloat16(size, large)
     found = {name: measure(made[name], arguments.rounds, arguments.seconds) for name in arguments.tables}
     save(
         arguments,
