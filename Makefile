@@ -129,7 +129,7 @@ bench-vllm: $(VLLM)/.installed ## vLLM on a CPU: softmax and converted, into out
 
 .PHONY: bench
 bench: $(VENV)/.bench ## Speed on a CPU beside its rivals and aims, into outputs/benchmarks (20 minutes on an idle machine)
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed --output_dir $(BENCH_DIR)
+	for name in speed speed_training; do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name --output_dir $(BENCH_DIR) || exit 1; done
 
 .PHONY: bench-memory
 bench-memory: $(VENV)/.installed ## Memory of healing, conversion and long prompts, into outputs/benchmarks (6 minutes)

@@ -310,7 +310,7 @@ def tables_of_bfloat16(size: Callable[[int], int], large: str) -> dict[str, Comp
 def main(argv: list[str] | None = None) -> None:
     """Measure all tables, or some."""
     names = [*tables_of_attention(int), *tables_of_models(int, LARGE), *tables_of_bfloat16(int, LARGE)]
-    arguments = parse(__doc__, argv, {"rounds": 1}, tables=names, rounds=25, seconds=6.0)
+    arguments = parse(__doc__, argv, {"rounds": 1}, tables=names, rounds=25, seconds=5.0)
     unknown = set(arguments.tables) - set(names)
     if unknown:
         raise SystemExit(f"--tables: {', '.join(sorted(unknown))}; allowed are {', '.join(names)}")
