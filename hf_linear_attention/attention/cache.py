@@ -181,7 +181,8 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             self.recorded.append(Tokens(key, value, mask, inputs.positions, inputs.gates, query))
         owns_state = self.owns_state and all(new is old for new, old in zip(state, self.state or ()))
         self.store(state, key.shape[2])
-        if key.shape[2] == 1 and not is_tracing():
+        # Where gradients are enabled, a graph may need it as it is.
+        if key.shape[2] == 1 and not is_tracing() and not torch.is_grad_enabled():
             self.owns_state = owns_state or all(x is not None and has_own_memory(x) for x in state)
 
     def store(self, state: State, num_tokens: int = 0) -> None:
