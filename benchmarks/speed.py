@@ -171,12 +171,11 @@ def steps(name: str, context: int) -> Methods:
     return steps_of(variants(name, DEFAULT | LINEAR), context)
 
 
-def in_both_types(what: Callable[[Any, int], Any], name: str, form: str, length: int) -> Methods:
+def in_both_types(call_of: Callable[[Any, str, int], Any], name: str, form: str, length: int) -> Methods:
     """A call of a whole model, in float32 and in bfloat16."""
     made = {}
     for dtype in (torch.float32, torch.bfloat16):
-        models = variants(name, DEFAULT, dtype)
-        made[str(dtype)[6:]] = steps_of(models, length)[form] if what is steps else what(models[form], length)
+        made[str(dtype).removeprefix("torch.")] = call_of(variants(name, DEFAULT, dtype), form, length)
     return made
 
 
@@ -295,13 +294,19 @@ def tables_of_models(size: Callable[[int], int], large: str) -> dict[str, Compar
 
 def tables_of_bfloat16(size: Callable[[int], int], large: str) -> dict[str, Comparison]:
     """Whole models in bfloat16 over float32: converted by default, and the originals, whose products are torch's."""
+
+    def read(models: Any, form: str, length: int) -> Callable[[], Any]:
+        return forward_pass(models[form], length)
+
+    def step(models: Any, form: str, context: int) -> Callable[[], Any]:
+        return steps_of(models, context)[form]
+
     found = {}
     for form, aim in (("default", 1.6), (SOFTMAX, None)):
-        cases = by_length(
-            [size(64), size(512), size(2048)], partial(in_both_types, forward_pass, "MiniLM", form), "MiniLM, "
-        )
-        cases |= by_length([size(512), size(2048)], partial(in_both_types, forward_pass, large, form), f"{large}, ")
-        cases |= by_length([size(512)], partial(in_both_types, steps, large, form), f"{large}, a step at ")
+        texts = [size(64), size(512), size(2048)]
+        cases = by_length(texts, partial(in_both_types, read, "MiniLM", form), "MiniLM, ")
+        cases |= by_length(texts[1:], partial(in_both_types, read, large, form), f"{large}, ")
+        cases |= by_length([size(512)], partial(in_both_types, step, large, form), f"{large}, a step at ")
         aims = {"bfloat16": [aim] * 5 + [None if aim is None else 1]}
         found[f"{form}_in_bfloat16"] = Comparison(f"bfloat16, {form}", "float32", cases, aims)
     return found

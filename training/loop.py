@@ -379,7 +379,7 @@ def without_denormal_numbers() -> Iterator[None]:
 
     The gradients of keys of which a query sees almost nothing are such numbers.
     """
-    are_flushed = bool(torch.tensor(1e-40) * 1 == 0)
+    are_flushed = bool(torch.tensor(1e-40, dtype=torch.float32) * 1 == 0)
     torch.set_flush_denormal(True)
     try:
         yield

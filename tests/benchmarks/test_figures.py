@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # The page, words before or around its figures, the figures, the page of results, and words of the line with them.
 FIGURES = [
     ("README.md", "have a cosine of", ".977", "conversion", "| `window`, 128 + 1 |"),
-    ("README.md", "Llama of 125M parameters reads", "5.7", "speed", "| default | 0.979"),
-    ("README.md", "and writes", "22", "speed", "| default | 0.939"),
+    ("README.md", "Llama of 125M parameters read", "5.7", "speed", "| default | 0.979"),
+    ("README.md", "and it writes", "22", "speed", "| default | 0.939"),
     ("README.md", "one of ModernBERT's shape is", "4.5", "long_documents", "--rounds 2`, a load of 5"),
     ("README.md", "recall of 32 pairs", "98 100", "recall", "| `--preset default`, window 13"),
     ("README.md", "recall of 32 pairs", "54", "recall", "| window 64, healed | 53.9"),

