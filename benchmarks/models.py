@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import BertConfig, BertModel, DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_linear_attention import convert
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
 SOFTMAX = "softmax"
@@ -67,6 +69,21 @@ def variants(name: str, settings: dict[str, dict[str, Any]], dtype: torch.dtype 
     base = MODELS[name]().to(dtype).eval()
     converted = {key: convert(copy.deepcopy(base), **values) for key, values in settings.items()}
     return {SOFTMAX: copy.deepcopy(base), **converted}  # a copy too, of whose weights reading may take longer
+
+
+def without_attention(model: Any) -> Any:
+    """A copy of a converted model whose mechanisms hand queries on; those of decoders make the first state of a cache.
+
+    So its speed is what the layers allow if attention takes no time.
+    """
+
+    def passed(forward: Callable[..., Any], inputs: Any, state: Any = None) -> Any:
+        return inputs.query.transpose(1, 2), forward(inputs)[1] if inputs.is_causal and not state else state
+
+    model = copy.deepcopy(model)
+    for layer in linear_attention_modules(model).values():
+        layer.linear_attention.forward = partial(passed, layer.linear_attention.forward)
+    return model
 
 
 def forward_pass(model: Any, length: int) -> Callable[[], Any]:

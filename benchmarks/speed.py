@@ -37,6 +37,7 @@ from benchmarks.models import (
     steps_of,
     training_step,
     variants,
+    without_attention,
 )
 from hf_linear_attention import PromptStore, accelerate_stock_models, convert
 from hf_linear_attention.default_settings import DEFAULTS
@@ -85,7 +86,7 @@ def measure(comparison: Comparison, rounds: int, seconds: float) -> tuple[Table,
 
 
 SDPA, TRANSFORMERS, STOCK, AGAIN = "sdpa", "transformers", "stock layer", "the prefix read again"
-COPY = f"{SOFTMAX}, a copy"
+COPY, LEFT_OUT = f"{SOFTMAX}, a copy", "default, attention left out"
 ENCODERS: dict[str, dict[str, Any]] = {
     "window 128 + 1 (default)": DEFAULTS["bidirectional"],
     "linear elu1": LINEAR["linear elu1"],
@@ -157,18 +158,19 @@ def stock_layer(name: str, length: int, with_backward: bool) -> Methods:
 
 
 def whole(
-    call_of: Callable[[Any, int], Any], name: str, settings: dict[str, Any], length: int, copies: bool = False
+    call_of: Callable[[Any, int], Any], name: str, settings: dict[str, Any], length: int, controls: bool = False
 ) -> Methods:
-    """A call of a whole model; a copy shows how much the place of the weights in memory matters."""
+    """A call of a whole model; as `controls` a copy, whose weights lie elsewhere in memory, and layers alone."""
     models = variants(name, settings)
-    if copies:
-        models[COPY] = copy.deepcopy(models[SOFTMAX])
+    if controls:
+        models |= {COPY: copy.deepcopy(models[SOFTMAX]), LEFT_OUT: without_attention(models["default"])}
     return {key: call_of(model, length) for key, model in models.items()}
 
 
 def steps(name: str, context: int) -> Methods:
     """One token of a whole model behind a context."""
-    return steps_of(variants(name, DEFAULT | LINEAR), context)
+    models = variants(name, DEFAULT | LINEAR)
+    return steps_of(models | {LEFT_OUT: without_attention(models["default"])}, context)
 
 
 def in_both_types(call_of: Callable[[Any, str, int], Any], name: str, form: str, length: int) -> Methods:
@@ -273,11 +275,16 @@ def tables_of_models(size: Callable[[int], int], large: str) -> dict[str, Compar
         "minilm": Comparison(
             "MiniLM, tokens of a text",
             SOFTMAX,
-            by_length(texts[:4], read_text, copies=True) | by_length(texts[4:], read_text),
-            {"default": [1, 1, 1, 1, 1.3, 1], COPY: [None] * 6},
+            by_length(texts[:4], read_text, controls=True) | by_length(texts[4:], read_text),
+            {"default": [1, 1, 1, 1, 1.3, 1], COPY: [None] * 6, LEFT_OUT: [None] * 6},
         ),
         "prefill": Comparison("prefill, tokens", SOFTMAX, prefill),
-        "steps": Comparison("a step, tokens of context", SOFTMAX, decoding, {"default": [1, 1, 1, 1.1, 1, 1]}),
+        "steps": Comparison(
+            "a step, tokens of context",
+            SOFTMAX,
+            decoding,
+            {"default": [1, 1, 1, 1.1, 1, 1], LEFT_OUT: [None] * 6},
+        ),
         "compiled": Comparison(
             f"a step of Llama 15M, static cache of {size(512)} tokens",
             f"{SOFTMAX}, eager",
