@@ -6,6 +6,7 @@ python -m benchmarks.plot_recall_bytes
 from __future__ import annotations
 
 import json
+from statistics import fmean
 
 from benchmarks.common import ROOT
 from benchmarks.papers.recall_bytes import fraction
@@ -34,22 +35,33 @@ MARKS = {
 }
 
 
-def points(task: dict, form: str, key: str, which: str = "own") -> list:
-    """The coordinates of a form's points: shares, and figures."""
-    found = {row["share"]: row["figures"][key][which] for row in task["rows"] if row["form"] == form}
-    return [sorted(found), [found[share] for share in sorted(found)]]
+def points(task: dict, form: str, key: str, which: str = "own") -> tuple[list[float], list[list[float]]]:
+    """The shares of a form, and the figures of all its seeds at each."""
+    found: dict[float, list[float]] = {}
+    for row in task["rows"]:
+        if row["form"] == form:
+            found.setdefault(row["share"], []).append(row["figures"][key][which])
+    return sorted(found), [found[share] for share in sorted(found)]
 
 
 def plot(tasks: dict):
-    """The figure: a panel per task, a line per form, dotted with its memory off, and a mark per mixture."""
+    """The figure: a panel per task, a line per form, dotted with its memory off, and a mark per mixture.
+
+    Lines are means over the seeds, and shades reach from the lowest to the highest.
+    """
     found = {key: task for task in tasks.values() for key in task["teacher"] if key in PANELS}
     figure, panels = new_figure(NAME, 10, 4.6, len(found))
     for axes, (key, task) in zip(panels, found.items(), strict=True):
         for form, color in LINES.items():
-            axes.plot(*points(task, form, key), ".-", color=color, label=form)
-            axes.plot(*points(task, form, key, "off"), ":", color=color)
+            shares, own = points(task, form, key)
+            axes.plot(shares, list(map(fmean, own)), ".-", color=color, label=form)
+            axes.fill_between(shares, list(map(min, own)), list(map(max, own)), color=color, alpha=0.15, linewidth=0)
+            axes.plot(shares, list(map(fmean, points(task, form, key, "off")[1])), ":", color=color)
         for form, (mark, color) in MARKS.items():
-            axes.plot(*points(task, form, key), mark, color=color, label=form, markerfacecolor="white", markersize=8)
+            shares, own = points(task, form, key)
+            axes.plot(
+                shares, list(map(fmean, own)), mark, color=color, label=form, markerfacecolor="white", markersize=8
+            )
         axes.axhline(task["teacher"][key], color="black", linewidth=1, label="softmax teacher")
         shares = sorted({row["share"] for row in task["rows"]})
         axes.set_xscale("log", base=2)

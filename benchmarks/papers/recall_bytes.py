@@ -9,6 +9,8 @@ which the loss rises most (`rank_heads`), and the layers are theirs.
 
 Off: `hybrid` computes window and sinks only, and in every other mechanism a token sees nothing but itself. What keeps
 softmax keeps it. The difference is that of the same answers.
+
+Every task has its teachers and students for each of the `--seeds`, and text for the first.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import dataclasses
 import json
 import logging
 import shutil
+import statistics
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -137,9 +140,14 @@ def paired(figures: Callable[[Any], dict[str, Tensor]], folder: Path) -> dict[st
 
 
 def run_forms(
-    arguments: Namespace, folder: Path, data: Path, ranked_on: Tensor, figures: Callable[[Any], dict[str, Tensor]]
+    arguments: Namespace,
+    seed: int,
+    folder: Path,
+    data: Path,
+    ranked_on: Tensor,
+    figures: Callable[[Any], dict[str, Tensor]],
 ) -> dict[str, Any]:
-    """The figures of a teacher and of all its students, by share and form."""
+    """The figures of a teacher and of all its students, by share, form and seed."""
     teacher: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     whole, rows = recall.cache_bytes(teacher), []
     forms = all_forms(arguments, teacher, ranked_on)
@@ -148,25 +156,31 @@ def run_forms(
             settings = recall.sized(teacher, form, int(share * whole))
             if settings is None:
                 continue
-            converted = recall.converted_folder(folder, teacher, settings, arguments.seed)
-            healed = recall.heal(arguments, form, folder, converted, data, arguments.seed)
+            converted = recall.converted_folder(folder, teacher, settings, seed)
+            healed = recall.heal(arguments, form, folder, converted, data, seed)
             found = paired(figures, healed)
             size = recall.bytes_of(teacher, settings)
-            rows.append({"form": name, "share": share, "settings": settings, "state_bytes": size, "figures": found})
+            row = {"form": name, "share": share, "seed": seed, "settings": settings, "state_bytes": size}
+            rows.append(row | {"figures": found})
             write(f"{folder.parent.name}, {share:.3g}, {name}: {found}")
     teacher_figures = {name: values.mean().item() for name, values in figures(teacher).items()}
     return {"teacher": teacher_figures, "cache_bytes": whole, "rows": rows}
 
 
 def run_task(arguments: Namespace, task: str) -> dict[str, Any]:
-    """The share of right answers to a task."""
-    folder, documents = recall.teacher_folder(arguments, task, arguments.seed), recall.asked(arguments, task)
+    """The share of right answers to a task; that of the teacher is the mean over the seeds."""
+    documents = recall.asked(arguments, task)
 
     def figures(model: Any) -> dict[str, Tensor]:
         return {task: 100 * is_right(model, documents).double().mean(1)}
 
-    data = recall.training_file(arguments, folder, task, arguments.seed)
-    return run_forms(arguments, folder, data, documents[0][:, 1:], figures)
+    found = []
+    for seed in arguments.seeds:
+        folder = recall.teacher_folder(arguments, task, seed)
+        data = recall.training_file(arguments, folder, task, seed)
+        found.append(run_forms(arguments, seed, folder, data, documents[0][:, 1:], figures))
+    teacher = {task: statistics.fmean(each["teacher"][task] for each in found)}
+    return {**found[0], "teacher": teacher, "rows": [row for each in found for row in each["rows"]]}
 
 
 def run_text(arguments: Namespace) -> dict[str, Any]:
@@ -188,7 +202,8 @@ def run_text(arguments: Namespace) -> dict[str, Any]:
     teacher = AutoModelForCausalLM.from_pretrained(folder)
     own = {"tokens": arguments.text_tokens, "tokens_per_step": 1024, "length": text.max_length, "learning_rate": None}
     arguments = Namespace(**{**vars(arguments), **own})
-    return run_forms(arguments, folder, Path(arguments.train_file), repeated_tokens(teacher), figures)
+    data, tokens = Path(arguments.train_file), repeated_tokens(teacher)
+    return run_forms(arguments, arguments.seeds[0], folder, data, tokens, figures)
 
 
 def fraction(share: float) -> str:
@@ -197,15 +212,18 @@ def fraction(share: float) -> str:
 
 
 def tables_of(arguments: Namespace, name: str, found: dict[str, Any]) -> list[Any]:
-    """One table for every figure of a task: a form and its own / off by share."""
+    """One table for every figure of a task: by form and share its own of every seed / the mean of off."""
     made = []
     for key, teacher in found["teacher"].items():
         digits = 3 if name == TEXT else 0
         lines: list[list[Any]] = [[f"softmax teacher: {teacher:.{digits}f}", *[None] * len(arguments.shares)]]
         for form in arguments.forms:
-            cells = {row["share"]: row["figures"][key] for row in found["rows"] if row["form"] == form}
-            texts = {share: f"{cell['own']:.{digits}f}/{cell['off']:.{digits}f}" for share, cell in cells.items()}
-            lines.append([form, *(texts.get(share) for share in arguments.shares)])
+            cells: list[str | None] = []
+            for share in arguments.shares:
+                rows = [row["figures"][key] for row in found["rows"] if (row["form"], row["share"]) == (form, share)]
+                own = " ".join(f"{row['own']:.{digits}f}" for row in rows)
+                cells.append(f"{own}/{statistics.fmean(row['off'] for row in rows):.{digits}f}" if rows else None)
+            lines.append([form, *cells])
         made.append(table([f"{key}, own/off", *map(fraction, arguments.shares)], lines))
     return made
 
@@ -215,7 +233,7 @@ def main(argv: list[str] | None = None) -> None:
     quick = {"length": 33, "width": 32, "teacher_steps": 20, "documents": 16, "tokens": 528, "tokens_per_step": 132}
     quick |= {"shares": [3 / 4], "text_tokens": 1200, "text_eval_tokens": 1000}
     sizes = {"length": 129, "width": 64, "layers": 2, "heads": 2, "documents": recall.MOST_DOCUMENTS}
-    training = {"tokens": 262_144, "tokens_per_step": 512, "learning_rate": 1e-3, "teacher_steps": 1500, "seed": 0}
+    training = {"tokens": 262_144, "tokens_per_step": 512, "learning_rate": 1e-3, "teacher_steps": 1500, "seeds": [0]}
     text = {"text_teacher": None, "train_file": None, "validation_file": None}
     text |= {"text_tokens": 100_000, "text_eval_tokens": 24_000}
     chosen = {"model_type": "llama", "tasks": ["mqar", "copying"], "forms": [*ALONE, *MIXTURES]}

@@ -328,7 +328,6 @@ def _hybrid_step(*given: Any) -> list[Tensor]:
     Returns:
         The tensors of the new state, then one float32 tensor `[B H (2 W + 3)]`, which `step_parts` splits.
     """
-    check_hybrid_step(*given)
     state = [x.contiguous() for x in given[STEP_STATE]]
     new_state = [torch.empty_like(x) for x in state]
     return [*new_state, _run_hybrid_step((*given[:STEP_STATE], state, *given[STEP_STATE + 1 :]), new_state)]
@@ -336,16 +335,55 @@ def _hybrid_step(*given: Any) -> list[Tensor]:
 
 def _hybrid_step_(*arguments: Any) -> Tensor:
     """`_hybrid_step` in place, in the blocks `rows` of the state if they are given, else sequence b in block b."""
-    check_hybrid_step(*arguments)
     *given, rows = arguments
-    state = given[STEP_STATE]
-    check_blocks(*state)
-    return _run_hybrid_step(given, state, None if rows is None else rows.contiguous())
+    return _run_hybrid_step(given, given[STEP_STATE], None if rows is None else rows.contiguous())
 
 
 def _run_hybrid_step(given: Sequence[Any], new_state: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
     """Write the new state, and return the parts of the output."""
-    state, log_scale, norm_weight, frequencies, *turns, function, scaling = given[STEP_STATE:]
+    state, log_scale, norm_weight, frequencies, *_, scaling = given[STEP_STATE:]
+    tensors = (*given[:STEP_STATE], log_scale, norm_weight)
+    shape, strides, places, is_dense = _layout_of(given, (*tensors, *state, rows), rows)
+    dense = tensors if is_dense else [None if x is None else x.contiguous() for x in tensors]
+    tokens = [0 if x is None else x.data_ptr() for x in dense]
+    size, width, angles = 4 * shape[0] * shape[2] * shape[3], shape[8], _floats(tuple(frequencies))
+    parts = _fake_hybrid_step_(*given)
+    results = [parts.data_ptr() + size * columns for columns in (0, width, width + 1, width + 2, 2 * width + 2)]
+    addresses = [*tokens[:6], ctypes.addressof(angles), *tokens[6:], 0, *results]  # no beta
+    for each in (state, new_state):
+        addresses += [0 if place is None else each[place].data_ptr() for place in places]
+    run_step("hybrid_step", shape, addresses, strides, rows, scaling)
+    return parts
+
+
+class StepLayout(NamedTuple):
+    """What follows from the shapes, strides and types of the tensors of a step."""
+
+    shape: tuple[int, ...]  # those of csrc/linear_attention.h
+    strides: bytes
+    places: tuple[int | None, ...]
+    is_dense: bool  # whether all tensors but the state are
+
+
+# Every layout is checked once, because that takes a quarter of the time of a step of six heads.
+LAYOUTS: dict[tuple[Any, ...], StepLayout] = {}
+MOST_LAYOUTS = 1024
+
+
+def _layout_of(given: Sequence[Any], tensors: Sequence[Tensor | None], rows: Tensor | None) -> StepLayout:
+    """The layout of a step, checked; `tensors` are all that it has.
+
+    Raises:
+        ValueError: for the first invalid argument.
+        NotImplementedError: without C kernels for these tensors.
+    """
+    described = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    known = (*described, tuple(given[STEP_STATE + 3]), *given[STEP_STATE + 4 :])
+    if (found := LAYOUTS.get(known)) is not None:
+        return found
+    check_hybrid_step(*given, rows=rows)
+    check_blocks(*given[STEP_STATE])
+    state, _, _, frequencies, *turns, function, _ = given[STEP_STATE:]
     query, key, value = given[:3]
     refuse_without_library(query, key, value)
     (batch, heads), kv_heads, width, places = query.shape[:2], key.shape[1], value.shape[3], PLACES[len(state)]
@@ -356,17 +394,12 @@ def _run_hybrid_step(given: Sequence[Any], new_state: Sequence[Tensor], rows: Te
         *(query.element_size(), key.element_size(), value.element_size()),
         *(0 if given[3] is None else state[1].shape[2], len(frequencies), *turns),
     )
-    numbers = (*given[:STEP_STATE], log_scale, norm_weight)
-    dense = [x if x is None or x.is_contiguous() else x.contiguous() for x in numbers]
-    tokens = [0 if x is None else x.data_ptr() for x in dense]
-    parts, size, angles = _fake_hybrid_step_(*given), 4 * batch * heads, _floats(tuple(frequencies))
-    results = [parts.data_ptr() + size * columns for columns in (0, width, width + 1, width + 2, 2 * width + 2)]
-    addresses = [*tokens[:6], ctypes.addressof(angles), *tokens[6:], 0, *results]  # no beta
-    for tensors in (state, new_state):
-        addresses += [0 if place is None else tensors[place].data_ptr() for place in places]
     strides = tuple(0 if place is None else state[place].stride(0) * state[place].element_size() for place in places)
-    run_step("hybrid_step", shape, addresses, _strides(shape[2:13], strides), rows, scaling)
-    return parts
+    is_dense = all(x is None or x.is_contiguous() for x in tensors[: STEP_STATE + 2])
+    if len(LAYOUTS) == MOST_LAYOUTS:
+        LAYOUTS.clear()
+    LAYOUTS[known] = StepLayout(shape, _strides(shape[2:13], strides), places, is_dense)
+    return LAYOUTS[known]
 
 
 @functools.lru_cache
