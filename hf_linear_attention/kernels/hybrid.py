@@ -381,7 +381,8 @@ def _layout_of(given: Sequence[Any], tensors: Sequence[Tensor | None], rows: Ten
     known = (*described, tuple(given[STEP_STATE + 3]), *given[STEP_STATE + 4 :])
     if (found := LAYOUTS.get(known)) is not None:
         return found
-    check_hybrid_step(*given, rows=rows)
+    arguments = [*given, rows]
+    check_hybrid_step(*arguments)
     check_blocks(*given[STEP_STATE])
     state, _, _, frequencies, *turns, function, _ = given[STEP_STATE:]
     query, key, value = given[:3]
