@@ -399,8 +399,8 @@ def _layout_of(given: Sequence[Any], tensors: Sequence[Tensor | None], rows: Ten
     is_dense = all(x is None or x.is_contiguous() for x in tensors[: STEP_STATE + 2])
     if len(LAYOUTS) == MOST_LAYOUTS:
         LAYOUTS.clear()
-    LAYOUTS[known] = StepLayout(shape, _strides(shape[2:13], strides), places, is_dense)
-    return LAYOUTS[known]
+    found = LAYOUTS[known] = StepLayout(shape, _strides(shape[2:13], strides), places, is_dense)
+    return found
 
 
 @functools.lru_cache

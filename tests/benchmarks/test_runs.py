@@ -172,27 +172,20 @@ def test_recall_against_bytes(files, tmp_path):
     save_twin(tmp_path / "llama", "llama")
     words = ["--text_teacher", tmp_path / "llama", "--train_file", files / "train.jsonl", "--tasks", "copying"]
     words += ["--validation_file", files / "valid.txt", "--work_dir", tmp_path / "work"]
-    words += [
-        "--seeds",
-        0,
-        1,
-        "--forms",
-        "sinks, window, exact keys",
-        "kept head, gated_delta",
-        "kept layer, linear exp",
-    ]
+    forms = ["sinks, window, exact keys", "kept head, gated_delta", "kept layer, linear exp"]
+    words += ["--seeds", 0, 1, "--forms", *forms]
     result = run("papers.recall_bytes", tmp_path / "out", *words)
     assert [table["header"][0].split(",")[0] for table in result["tables"]] == ["copying", "nats", "recall"]
     for found in result["tasks"].values():
-        assert {row["form"] for row in found["rows"]} == set(words[-3:])
+        assert {row["form"] for row in found["rows"]} == set(forms)
         for row in found["rows"]:
             assert row["state_bytes"] <= 3 / 4 * found["cache_bytes"]
-    (cell,) = (row[1] for row in result["tables"][0]["rows"] if row[0] == words[-1])
-    rows = [row for row in result["tasks"]["copying"]["rows"] if row["form"] == words[-1]]
+    (cell,) = (row[1] for row in result["tables"][0]["rows"] if row[0] == forms[-1])
+    rows = [row for row in result["tasks"]["copying"]["rows"] if row["form"] == forms[-1]]
     own, off = ([row["figures"]["copying"][key] for row in rows] for key in ("own", "off"))
     assert [row["seed"] for row in rows] == [0, 1]
     assert cell == f"{own[0]:.0f} {own[1]:.0f}/{sum(off) / 2:.0f}"
-    (pair,) = (row["figures"]["nats"] for row in result["tasks"]["text"]["rows"] if row["form"] == words[-1])
+    (pair,) = (row["figures"]["nats"] for row in result["tasks"]["text"]["rows"] if row["form"] == forms[-1])
     assert pair["difference"]["mean"] == pytest.approx(pair["own"] - pair["off"])
     (student,) = (tmp_path / "work" / "text").glob("gated_delta-*-*/model.safetensors")
     before = student.stat().st_mtime_ns
