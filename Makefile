@@ -128,7 +128,7 @@ bench-vllm: $(VLLM)/.installed ## vLLM on a CPU: softmax and converted, into out
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m benchmarks.speed_vllm --output_dir $(BENCH_DIR)
 
 .PHONY: bench
-bench: $(VENV)/.bench ## Speed on a CPU beside its rivals and aims, into outputs/benchmarks (about half an hour)
+bench: $(VENV)/.bench ## Speed on a CPU beside its rivals and aims, into outputs/benchmarks (18 minutes on an idle machine)
 	for name in speed speed_training; do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name --output_dir $(BENCH_DIR) || exit 1; done
 
 .PHONY: bench-memory
