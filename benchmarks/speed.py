@@ -189,7 +189,8 @@ def compiled(name: str, context: int) -> Methods:
             cache = StaticCache(config=model.config, max_cache_len=context)
             with torch.inference_mode():
                 model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)  # which makes its tensors
-            made[f"{key}, {form}"] = decoder(forward, cache)
+            made[f"{key}, {form}"] = step = decoder(forward, cache)
+            step()  # which compiles it
     return made
 
 

@@ -179,11 +179,12 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             self.query_layout = self.query_layout or (query.shape[1], query.shape[3], query.dtype)
         if self.record_past:
             self.recorded.append(Tokens(key, value, mask, inputs.positions, inputs.gates, query))
-        owns_state = self.owns_state and all(new is old for new, old in zip(state, self.state or ()))
+        # Where gradients are enabled, a graph may need it as it is. Compiled steps must not depend on who owns a state.
+        may_own = key.shape[2] == 1 and not is_tracing() and not torch.is_grad_enabled()
+        owned = may_own and self.owns_state and all(new is old for new, old in zip(state, self.state or ()))
         self.store(state, key.shape[2])
-        # Where gradients are enabled, a graph may need it as it is.
-        if key.shape[2] == 1 and not is_tracing() and not torch.is_grad_enabled():
-            self.owns_state = owns_state or all(x is not None and has_own_memory(x) for x in state)
+        if may_own:
+            self.owns_state = owned or all(x is not None and has_own_memory(x) for x in state)
 
     def store(self, state: State, num_tokens: int = 0) -> None:
         """Replace the stored state by one of `num_tokens` more tokens."""

@@ -170,7 +170,8 @@ def test_decoding_needs_few_graphs():
     expected = model(ids, use_cache=False).logits[:, 5:]
     for cache_class, options, most in ((StaticCache, {"max_cache_len": 32}, 1), (DynamicCache, {}, 2)):
         cache, counter = cache_class(config=model.config, **options), CompileCounter()
-        model(ids[:, :5], past_key_values=cache)
+        model(ids[:, :4], past_key_values=cache)
+        model(ids[:, 4:5], past_key_values=cache)  # whose state is the layer's own, unlike those that follow
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend=counter)
         logits = [compiled(ids[:, n : n + 1], past_key_values=cache).logits for n in range(5, 13)]
