@@ -52,12 +52,13 @@ def plot(tasks: dict):
     found = {key: task for task in tasks.values() for key in task["teacher"] if key in PANELS}
     figure, panels = new_figure(NAME, 10, 4.6, len(found))
     for axes, (key, task) in zip(panels, found.items(), strict=True):
-        for form, color in LINES.items():
+        there = {row["form"] for row in task["rows"]}
+        for form, color in ((form, color) for form, color in LINES.items() if form in there):
             shares, own = points(task, form, key)
             axes.plot(shares, list(map(fmean, own)), ".-", color=color, label=form)
             axes.fill_between(shares, list(map(min, own)), list(map(max, own)), color=color, alpha=0.15, linewidth=0)
             axes.plot(shares, list(map(fmean, points(task, form, key, "off")[1])), ":", color=color)
-        for form, (mark, color) in MARKS.items():
+        for form, (mark, color) in ((form, look) for form, look in MARKS.items() if form in there):
             shares, own = points(task, form, key)
             axes.plot(
                 shares, list(map(fmean, own)), mark, color=color, label=form, markerfacecolor="white", markersize=8
