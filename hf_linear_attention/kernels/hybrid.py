@@ -342,8 +342,8 @@ def _hybrid_step_(*arguments: Any) -> Tensor:
 def _run_hybrid_step(given: Sequence[Any], new_state: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
     """Write the new state, and return the parts of the output."""
     state, log_scale, norm_weight, frequencies, *_, scaling = given[STEP_STATE:]
+    shape, strides, places, is_dense = _layout_of(given, rows)
     tensors = (*given[:STEP_STATE], log_scale, norm_weight)
-    shape, strides, places, is_dense = _layout_of(given, (*tensors, *state, rows), rows)
     dense = tensors if is_dense else [None if x is None else x.contiguous() for x in tensors]
     tokens = [0 if x is None else x.data_ptr() for x in dense]
     size, width, angles = 4 * shape[0] * shape[2] * shape[3], shape[8], _floats(tuple(frequencies))
@@ -370,22 +370,23 @@ LAYOUTS: dict[tuple[Any, ...], StepLayout] = {}
 MOST_LAYOUTS = 1024
 
 
-def _layout_of(given: Sequence[Any], tensors: Sequence[Tensor | None], rows: Tensor | None) -> StepLayout:
-    """The layout of a step, checked; `tensors` are all that it has.
+def _layout_of(given: Sequence[Any], rows: Tensor | None) -> StepLayout:
+    """The layout of a step, checked.
 
     Raises:
         ValueError: for the first invalid argument.
         NotImplementedError: without C kernels for these tensors.
     """
-    described = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-    known = (*described, tuple(given[STEP_STATE + 3]), *given[STEP_STATE + 4 :])
+    state, log_scale, norm_weight, frequencies, *others = given[STEP_STATE:]
+    tensors = (*given[:STEP_STATE], log_scale, norm_weight)
+    described = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, *state, rows)]
+    known = (*described, tuple(frequencies), *others)
     if (found := LAYOUTS.get(known)) is not None:
         return found
     arguments = [*given, rows]
     check_hybrid_step(*arguments)
-    check_blocks(*given[STEP_STATE])
-    state, _, _, frequencies, *turns, function, _ = given[STEP_STATE:]
-    query, key, value = given[:3]
+    check_blocks(*state)
+    (*turns, function, _), (query, key, value) = others, given[:3]
     refuse_without_library(query, key, value)
     (batch, heads), kv_heads, width, places = query.shape[:2], key.shape[1], value.shape[3], PLACES[len(state)]
     window, sinks = (state[cast(int, places[number])] for number in (1, 4))
@@ -396,7 +397,7 @@ def _layout_of(given: Sequence[Any], tensors: Sequence[Tensor | None], rows: Ten
         *(0 if given[3] is None else state[1].shape[2], len(frequencies), *turns),
     )
     strides = tuple(0 if place is None else state[place].stride(0) * state[place].element_size() for place in places)
-    is_dense = all(x is None or x.is_contiguous() for x in tensors[: STEP_STATE + 2])
+    is_dense = all(x is None or x.is_contiguous() for x in tensors)
     if len(LAYOUTS) == MOST_LAYOUTS:
         LAYOUTS.clear()
     found = LAYOUTS[known] = StepLayout(shape, _strides(shape[2:13], strides), places, is_dense)

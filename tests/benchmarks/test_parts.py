@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import conversion_quality, real_attention, rivals, speed, speed_conversion
+from benchmarks import conversion_quality, models, real_attention, rivals, speed, speed_conversion
 from benchmarks.papers import copy_task, long_documents, recall, recall_bytes, recall_tasks
 from hf_linear_attention import convert
 from hf_linear_attention.kernels import cpu as kernels_cpu
@@ -73,6 +73,12 @@ def test_a_cell_has_the_median_the_quartiles_and_the_aim():
     assert speed.cell([2, 4, 9, 8, 6], [1, 2, 3, 2, 1], 3) == "3.00 (2.00-4.00), aim 3"
     assert speed.cell([2, 4, 9, 8, 6], [1, 2, 3, 2, 1], 3.2) == "3.00 (2.00-4.00), aim 3.2 missed"
     assert speed.cell([0.994], [1], 1) == "0.994 (0.994-0.994) missed"
+
+
+def test_layers_can_be_timed_without_attention():
+    model = models.without_attention(convert(models.minilm())).eval()
+    layer, hidden_states = model.encoder.layer[0].attention.self, torch.randn(2, 5, 384)
+    assert torch.equal(layer(hidden_states)[0], layer.query(hidden_states))
 
 
 def test_all_mechanisms_are_timed():
