@@ -59,6 +59,22 @@ test-oldest: $(OLDEST)/.installed ## A part of the tests with the oldest version
 		tests/conversion/test_cast.py tests/training/evaluation tests/training/presets \
 		tests/shipping/test_alone.py::test_it_loads_and_computes_the_same
 
+# What a user's `pip install` brings today: nothing is pinned but torch, whose newer wheels for Linux bring CUDA. The
+# checkpoint that carries code of 5.16 is among the tests.
+LATEST := $(VENV)-latest
+.PHONY: test-latest
+test-latest: $(VENV)/.installed ## The core with today's releases of transformers, accelerate, peft and sentence-transformers (5 minutes)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	test -x $(LATEST)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(LATEST)
+	$(BIN)/uv pip install --quiet --python $(LATEST) --index-strategy unsafe-best-match \
+		$(if $(LINKS),--find-links "$(LINKS)",--extra-index-url $(CPU_TORCH)) torch==2.13.0+cpu
+	$(BIN)/uv pip install --quiet --python $(LATEST) --upgrade torch==2.13.0+cpu --editable ".[test]"
+	$(LATEST)/bin/python -c "import importlib.metadata as m; print(*(f'{x} {m.version(x)}' for x in '$(PRINTED)'.split()), sep='\n')"
+	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -p no:cacheprovider $(CORE) \
+		tests/architectures tests/shipping/test_alone.py "tests/docs/test_commands.py::test_page[README.md]"
+PRINTED := torch transformers accelerate peft sentence-transformers datasets tokenizers huggingface_hub
+CORE := $(addprefix tests/hf_linear_attention/test_, $(addsuffix .py, modeling generation cache long_inputs masks positions prompt_state convert))
+
 # vLLM asks for an older transformers. uv takes a minute for what takes pip twenty, and reads no settings of pip.
 VLLM := $(VENV)-vllm
 LINKS = $(or $(PIP_FIND_LINKS),$(shell $(BIN)/python -m pip config get global.find-links 2>/dev/null))

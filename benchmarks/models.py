@@ -11,6 +11,7 @@ import torch
 from transformers import BertConfig, BertModel, DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_linear_attention import convert
+from hf_linear_attention.attention.transformers_internals import cache_among, cache_argument
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
@@ -120,13 +121,15 @@ def random_cache(model: Any, length: int) -> DynamicCache:
 def decoder(model: Any, cache: Any) -> Callable[[], Any]:
     """One step behind what the cache has read."""
     token = torch.zeros(1, 1, dtype=torch.long)
-    return torch.inference_mode()(lambda: model(token, past_key_values=cache, use_cache=True))
+    past = cache_argument(getattr(model, "_orig_mod", model), cache)  # of a compiled model
+    return torch.inference_mode()(lambda: model(token, use_cache=True, **past))
 
 
 def steps_of(models: dict[str, Any], context: int) -> dict[str, Callable[[], Any]]:
     """One step of each model: behind so many tokens with softmax, and of states behind as many as fill a window."""
     tokens = torch.zeros(1, 128, dtype=torch.long)
     with torch.inference_mode():
-        caches = {key: model(tokens, use_cache=True).past_key_values for key, model in models.items() if key != SOFTMAX}
+        outputs = {key: model(tokens, use_cache=True) for key, model in models.items() if key != SOFTMAX}
+        caches = {key: cache_among(output.values()) for key, output in outputs.items()}
         caches[SOFTMAX] = random_cache(models[SOFTMAX], context)
     return {key: decoder(model, caches[key]) for key, model in models.items()}

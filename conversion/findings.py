@@ -36,7 +36,7 @@ OK, NOTE, BROKEN = "ok", "note", "broken"
 # Library: the versions that work, the tested one, and what it is for ("" if nothing works without it).
 LIBRARIES = {
     "torch": (">=2.7", "2.13.0", ""),
-    "transformers": (">=5.16,<6", "5.23.0", ""),
+    "transformers": (">=5.16,<6", "5.24.0", ""),
     "safetensors": (">=0.8", "0.8.0", ""),
     "jinja2": (">=3", "3.1.6", ""),
     "accelerate": (">=1.6", "1.15.0", "training"),

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.logs import progress
+from hf_linear_attention.attention.transformers_internals import cache_among, cache_argument
 from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
@@ -115,7 +116,9 @@ def whole_model_speed(
         except ValueError:  # of a mechanism that has a longest input
             break
         if writes and (positions is None or length + STEPS < positions):
-            caches = [model.base_model(input_ids=ids, use_cache=True).past_key_values for model in (student, teacher)]
+            caches = [
+                cache_among(model.base_model(input_ids=ids, use_cache=True).values()) for model in (student, teacher)
+            ]
             steps = zip((student, teacher), caches, strict=True)
             writers = [partial(_write, model, ids[:, :1], cache) for model, cache in steps]
             curves["writing"].append(_point(length, writers, STEPS))
@@ -129,7 +132,7 @@ def _read(model: PreTrainedModel, ids: Tensor, **options: bool) -> Any:
 
 
 def _write(model: PreTrainedModel, ids: Tensor, cache: Any) -> Any:
-    return model(input_ids=ids, past_key_values=cache, use_cache=True)
+    return model(input_ids=ids, use_cache=True, **cache_argument(model, cache))
 
 
 def _point(length: int, calls: Sequence[Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, Any]:

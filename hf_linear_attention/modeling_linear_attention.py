@@ -40,7 +40,6 @@ from .attention.layer import (
     IMPLEMENTATION,
     LinearizedAttention,
     LinearizedCrossAttention,  # of cross-attention
-    cache_among,
     check_softmax_cache,
 )
 from .attention.long_inputs import divide_long_inputs  # of decoders
@@ -49,7 +48,9 @@ from .attention.softmax_heads import keep_softmax_heads  # of softmax heads
 from .attention.transformers_internals import (
     ModelHooks,
     attention_implementation,
+    cache_among,
     copy_checkpoint_conversion,
+    explained,
     is_loaded,
     set_attention_implementation,
 )
@@ -122,7 +123,7 @@ class LinearAttentionModelMixin(ModelHooks):
 
     def prepare_generation(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         """Put the state layers into the cache before generation."""
-        if (cache := cache_among(model_kwargs)) is None:
+        if (cache := cache_among(model_kwargs.values())) is None:
             return
         # This is done before the first forward pass, because assisted decoding makes the layers record from here on.
         for module in linear_attention_modules(self).values():
@@ -370,10 +371,12 @@ def linear_model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def initialize(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         LinearAttentionModelMixin.__init__(self, config, *args, **kwargs)
 
+    initialize = explained(initialize)
     # transformers and its users inspect the arguments of a model class (`add_pooling_layer`, `use_mask_token`).
     initialize.__signature__ = inspect.signature(stock.__init__)
     model_class.__init__ = initialize
     divide_long_inputs(model_class, linear_attention_modules)  # of decoders
+    model_class.forward = explained(model_class.forward)
     _copy_checkpoint_conversion(stock, model_class)
     return model_class
 

@@ -50,7 +50,7 @@ NEED_DROP: dict[str, tuple[str, ...]] = {
 # Examples of model types that are refused with any settings, by the reason; conversion detects them by itself.
 REFUSED: dict[str, tuple[str, ...]] = {
     "computes its own softmax": (
-        "big_bird", "codegen", "convbert", "deberta", "deberta-v2", "falcon", "funnel", "git", "gptj", "ibert", "led",
+        "big_bird", "convbert", "deberta", "deberta-v2", "falcon", "funnel", "git", "ibert", "led",
         "longformer", "megatron-bert", "mpnet", "nystromformer", "rembert", "roformer", "squeezebert", "trocr", "wavlm",
         "xglm", "xlnet",
     ),

@@ -38,6 +38,7 @@ from hf_linear_attention._common.errors import ConversionError, UsageError, one_
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.attention.cache import state_layer
+from hf_linear_attention.attention.transformers_internals import cache_among, cache_argument
 from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.conversion.export.command import ExportRequest
 from hf_linear_attention.conversion.export.onnx_operators import DOMAIN, OPERATOR, operators_in_graphs
@@ -165,7 +166,8 @@ class Decoder(nn.Module):
         if self.takes_positions:
             positions = (attention_mask.cumsum(dim=1) - 1).masked_fill(attention_mask == 0, 0)
             options["position_ids"] = positions[:, -length:]
-        logits = self.model(input_ids, past_key_values=cache, use_cache=True, **options).logits
+        options |= cache_argument(self.model, cache)
+        logits = self.model(input_ids, use_cache=True, **options).logits
         present = [logits]
         for layer, is_softmax in zip(cache.layers, self.is_softmax):
             present += (layer.keys, layer.values) if is_softmax else layer.state
@@ -208,8 +210,8 @@ def graph_of(model: Any) -> Decoder | Encoder:
     ids = torch.zeros(EXAMPLE[BATCH], EXAMPLE[LENGTH], dtype=torch.long, device="cpu")
     mask = torch.ones_like(ids)
     mask[0, 0] = 0  # without padding, softmax heads would keep no mask
-    layers = model(ids, attention_mask=mask, use_cache=True).past_key_values.layers
-    return Decoder(model, [kept_by(number, layer) for number, layer in enumerate(layers)])
+    cache: Any = cache_among(model(ids, attention_mask=mask, use_cache=True).values())
+    return Decoder(model, [kept_by(number, layer) for number, layer in enumerate(cache.layers)])
 
 
 def kept_by(number: int, layer: Any) -> list[Port]:

@@ -263,7 +263,18 @@ def _report(name: str, error: Exception, speaks: bool) -> int:
     is_ours = isinstance(error, (UsageError, RunError, OSError))
     hint = "" if is_ours else f" ({type(error).__name__}; {DEBUG}=1 shows where)"
     word = "error" if isinstance(error, UsageError) else "failed"
-    return _say(f"{name}: {word}: {one_line(error)}{hint}", getattr(error, "exit_code", 1), speaks or not is_expected)
+    line = f"{name}: {word}: {one_line(error)}{hint}{_version_note(error)}"
+    return _say(line, getattr(error, "exit_code", 1), speaks or not is_expected)
+
+
+def _version_note(error: Exception) -> str:
+    """What `untested_version` says, unless the error is one of arguments alone."""
+    if "transformers" not in sys.modules or (isinstance(error, UsageError) and error.__cause__ is None):
+        return ""
+    from ..attention.transformers_internals import untested_version  # imports torch, which transformers has done too
+
+    note = untested_version()
+    return f". {note}" if note else ""
 
 
 def _say(line: str, code: int, speaks: bool) -> int:

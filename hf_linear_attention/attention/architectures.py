@@ -20,25 +20,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ..configuration_linear_attention import is_causal_config, max_length_of
 from ..extensions import extension
 from ..mechanisms.base import LayerShape
-from .transformers_internals import attention_implementation
+from .transformers_internals import attention_implementation, cache_among
 
 
 # The name of a module that attends to another sequence, or of the parent of that module.
 CROSS_NAME = re.compile(r"cross|x_attn|encoder_attn|encdec|encoder_decoder", re.IGNORECASE)
-# Arguments that stock layers pass to the attention function, and the feature that each of them implements.
-FEATURE_ARGUMENTS = {
-    "position_bias": "position_bias",
-    "softcap": "softcap",
-    "s_aux": "attention_sinks",
-    "sinks": "attention_sinks",
-    "indices": "sparse_attention",
-    "block_indices": "sparse_attention",
-}
 # Classes that compute their own softmax, in models of which another part (GIT's image encoder) uses the interface.
 OWN_SOFTMAX = {"GitSelfAttention"}
 
@@ -182,16 +173,16 @@ class BloomAttention:
         residual: Tensor,
         alibi: Tensor,
         attention_mask: Tensor | None,
-        layer_past: Cache | None = None,
+        *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """The arguments and results are those of the stock class."""
         if not self.linear_attention_enabled:
-            return super().forward(hidden_states, residual, alibi, attention_mask, layer_past=layer_past, **kwargs)
+            return super().forward(hidden_states, residual, alibi, attention_mask, *args, **kwargs)
         mixed = self.query_key_value(hidden_states).unflatten(2, (self.num_heads, 3, self.head_dim))
         query, key, value = (x.transpose(1, 2) for x in mixed.unbind(3))
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx)
+        if (cache := cache_among((*args, *kwargs.values()))) is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         output, weights = self.attend(
             query, key, value, attention_mask, scaling=self.inv_norm_factor, **own_arguments(kwargs)
         )
@@ -215,21 +206,21 @@ class MptAttention:
         self,
         hidden_states: Tensor,
         position_bias: Tensor,
-        past_key_values: Cache | None = None,
+        *args: Any,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """The arguments and results are those of the stock class."""
         if not self.linear_attention_enabled:
-            return super().forward(hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
+            return super().forward(hidden_states, position_bias, *args, attention_mask=attention_mask, **kwargs)
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = (
             x.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2) for x in mixed.chunk(3, dim=2)
         )
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if (cache := cache_among((*args, *kwargs.values()))) is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         has_own_mask = attention_implementation(self.model_config) == attention_implementation(self.config)
         if attention_mask is not None and not has_own_mask:
             attention_mask = ~attention_mask  # MPT makes a mask that is True where a key is hidden for softmax layers

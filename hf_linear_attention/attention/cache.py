@@ -52,7 +52,6 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
     """
 
     supports_early_init = False
-    is_croppable = False
     # Read instead of isinstance, because a checkpoint may load its own copy of this class into the same process.
     holds_linear_state = True
 
@@ -60,7 +59,6 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         CacheLayerMixin.__init__(self)
         LinearAttentionLayer.__init__(self, number_of_states)
         self.max_cache_len, self.static = max_cache_len, static
-        self.is_compileable = static
         self.cumulative_length: int | torch.Tensor = torch.tensor(0, dtype=torch.long, device="cpu") if static else 0
         self.siblings: list[Any] = []  # all layers of the cache
         self.state: State | None = None
@@ -112,6 +110,16 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             self.cumulative_length = self.cumulative_length.to(key_states.device)
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(self.cumulative_length)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile steps with this layer: unless it records, tensors keep their addresses."""
+        return self.static and not self.record_past
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can roll this layer back, which assisted decoding asks for since 5.24."""
+        return self.record_past and not self.has_other_states
 
     @property
     def num_rows(self) -> int | None:
@@ -407,6 +415,6 @@ def state_layer(cache: Any, layer_idx: int) -> LinearAttentionStateLayer:
     if not getattr(layer, "holds_linear_state", False):
         layer = cache.layers[layer_idx] = LinearAttentionStateLayer.replacing(layer)
         layer.siblings = cache.layers
-        if getattr(cache, "offloading", False) and all(cache.is_linear):
+        if getattr(cache, "offloading", False) and all(getattr(x, "holds_linear_state", False) for x in cache.layers):
             cache.offloading = False  # transformers would look in vain for a softmax layer to prefetch
     return layer

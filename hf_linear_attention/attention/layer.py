@@ -17,7 +17,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..mechanisms.base import MechanismInputs
 from ..torch_kernels.blocks import is_tracing
-from .architectures import FEATURE_ARGUMENTS
 from .cache import (
     LinearAttentionStateLayer,  # of decoders
     Tokens,  # of decoders
@@ -26,7 +25,7 @@ from .cache import (
     state_layer,  # of decoders
 )
 from .masks import attend_packed, linear_attention_mask, read_mask
-from .transformers_internals import wants_attentions
+from .transformers_internals import FEATURE_ARGUMENTS, cache_among, foreign_cache, wants_attentions
 
 
 IMPLEMENTATION = "linear_attention"
@@ -68,12 +67,6 @@ if IMPLEMENTATION not in AttentionMaskInterface().valid_keys():
     AttentionMaskInterface.register(IMPLEMENTATION, linear_attention_mask_of_config)
 
 
-def cache_among(kwargs: Mapping[str, Any]) -> Any:
-    """The cache among the arguments of a stock forward, or None; the layers of some models call it `layer_past`."""
-    cache = kwargs.get("past_key_values")
-    return kwargs.get("layer_past") if cache is None else cache
-
-
 def is_autocast(tensor: torch.Tensor) -> bool:
     """Whether autocast is enabled on the device of this tensor."""
     return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)  # torch knows none for `meta`
@@ -81,7 +74,7 @@ def is_autocast(tensor: torch.Tensor) -> bool:
 
 def check_softmax_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Check, before a softmax layer beside converted layers runs, that its cache has the batch size of the input."""
-    cache = cache_among(kwargs)
+    cache = cache_among((*args, *kwargs.values()))
     hidden = args[0] if args else kwargs.get("hidden_states")
     if cache is not None and isinstance(hidden, torch.Tensor) and hidden.ndim == 3 and not is_tracing():
         refuse_other_softmax_rows(cache, module.layer_idx, hidden.shape[0])
@@ -105,18 +98,21 @@ class LinearizedAttention:
         They are the state layer of the cache, and the gates of a mechanism that computes them from the hidden states.
 
         Raises:
-            NotImplementedError: under continuous batching.
+            NotImplementedError: for a cache of another type, as continuous batching passes.
             ValueError: if the layer computes softmax and the cache holds a linear state.
         """
-        cache = cache_among(kwargs)
+        cache = cache_among((*args, *kwargs.values()))
         is_observed = self.linear_attention_observer is not None
         if self.linear_attention.needs_gates and (self.linear_attention_enabled or is_observed):
             kwargs["gates"] = self._gates(args[0] if args else kwargs.get("hidden_states"), is_observed)
         if not self.linear_attention_enabled:
             self._refuse_linear_cache(cache)
             return super().forward(*args, **kwargs)
-        if kwargs.get("cache") is not None:
-            raise NotImplementedError("Continuous batching does not support a recurrent state; use `generate`.")
+        if (foreign := foreign_cache(kwargs)) is not None:
+            raise NotImplementedError(
+                f"Got a {type(foreign).__name__}, but linear attention keeps its state in a `Cache` of transformers. "
+                "Continuous batching does not support a recurrent state; use `generate`."
+            )
         if cache is not None:
             layer = kwargs["state_layer"] = self.find_state_layer(cache)
             if layer is not None:

@@ -17,18 +17,14 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.modeling_outputs import ModelOutput
 
-from .transformers_internals import is_stateful
+from .transformers_internals import CACHE_NAMES, COLLECTED, PER_TOKEN, cache_among, cache_name, is_stateful
 
 
 # Tokens of a sequence in one pass: many enough for efficient projections, few enough for memory.
 CHUNK_SIZE = 4096
 # An input of at most so many tokens is one chunk, so that usual inputs are computed as they always were.
 LONGEST_UNDIVIDED = 8192
-# Arguments with an axis of tokens, and the place of this axis.
-PER_TOKEN = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "token_type_ids": 1}
-OTHER_TENSORS = ("attention_mask", "logits_to_keep", "past_key_values", "use_cache")
-# Outputs per layer, which are not joined.
-COLLECTED = ("output_attentions", "output_hidden_states", "output_router_logits")
+OTHER_TENSORS = ("attention_mask", "logits_to_keep")
 OUTPUTS = ("logits", "last_hidden_state")
 
 
@@ -44,19 +40,20 @@ def divide_long_inputs(model_class: Any, linear_modules: Callable[[Any], Mapping
         linear_modules: the converted layers of a model by name.
     """
     stock = model_class.stock_class
-    is_cached = {"input_ids", "past_key_values", "use_cache"} <= set(inspect.signature(stock.forward).parameters)
+    is_cached = {"input_ids", "use_cache"} <= set(inspect.signature(stock.forward).parameters)
+    is_cached &= cache_name(stock.forward) is not None
     if is_cached and (stock.__name__.endswith("Model") or issubclass(stock, GenerationMixin)):
         model_class.forward = _in_chunks(stock.forward, linear_modules)
 
 
 def _in_chunks(forward: Callable[..., Any], linear_modules: Callable[[Any], Mapping[str, Any]]) -> Callable[..., Any]:
-    signature = inspect.signature(forward)
+    names = list(inspect.signature(forward).parameters)[1:]
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
-        bound = dict(zip(list(signature.parameters)[1:], args)) | kwargs
+        bound = dict(zip(names, args)) | kwargs
         tokens = bound.get("input_ids") if bound.get("input_ids") is not None else bound.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] <= LONGEST_UNDIVIDED:
             return forward(self, *args, **kwargs)
@@ -95,12 +92,13 @@ def _divided(forward: Callable[..., Any], config: Any, given: Mapping[str, Any],
     use_cache = given.get("use_cache")
     use_cache = getattr(config, "use_cache", True) if use_cache is None else use_cache
     returns_dict = given.get("return_dict", getattr(config, "return_dict", True))
-    past = {"past_key_values": given.get("past_key_values")}
+    name_of_cache: Any = next((name for name in CACHE_NAMES if name in given), None) or cache_name(forward)
+    cache = cache_among(given.values())
     before = 0 if mask is None else mask.shape[1] - length
     parts: dict[str, list[Tensor]] = {name: [] for name in OUTPUTS}
     for start in range(0, length, CHUNK_SIZE):
         end = min(start + CHUNK_SIZE, length)
-        chunk = dict(given) | past | {"use_cache": True, "return_dict": True}
+        chunk = dict(given) | {name_of_cache: cache, "use_cache": True, "return_dict": True}
         for name, axis in PER_TOKEN.items():
             if isinstance(given.get(name), Tensor):
                 chunk[name] = given[name].narrow(axis, start, end - start)
@@ -110,7 +108,7 @@ def _divided(forward: Callable[..., Any], config: Any, given: Mapping[str, Any],
         if "logits_to_keep" in given and keep:
             chunk["logits_to_keep"] = max(1, wanted)
         output: ModelOutput = forward(**chunk)
-        past["past_key_values"] = output.past_key_values
+        cache = cache_among(output.values())
         for name in OUTPUTS:
             if wanted and output.get(name) is not None:
                 parts[name].append(output[name])
@@ -118,6 +116,5 @@ def _divided(forward: Callable[..., Any], config: Any, given: Mapping[str, Any],
         if tensors:
             output[name] = torch.cat(tensors, dim=1)
     if not use_cache:
-        output["past_key_values"] = None
-        output = type(output)(**{name: x for name, x in output.items() if x is not None})
+        output = type(output)(**{name: x for name, x in output.items() if x is not cache})
     return output if returns_dict else output.to_tuple()

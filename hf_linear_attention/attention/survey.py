@@ -21,7 +21,6 @@ from ..mechanisms.base import LayerShape
 from ..positions.rotary import needs_rotary, rotary_of
 from ..rotary_positions import observed_rotary
 from .architectures import (
-    FEATURE_ARGUMENTS,
     adapter_of,
     config_of,
     is_causal_attention,
@@ -31,6 +30,7 @@ from .architectures import (
     stock_class_of,
 )
 from .calls import interface_keywords
+from .transformers_internals import FEATURE_ARGUMENTS
 
 
 # The forward pass of classes with these names is observed; LongCat-Flash has a `LongcatFlashMLA`.

@@ -6,6 +6,8 @@ Imports stand inside the functions where they take long: `import hf_linear_atten
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,9 +16,92 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from transformers.utils.output_capturing import _active_collector
+import transformers
+from transformers import Cache
+from transformers.utils import output_capturing
 
 from ..extensions import EXTENSIONS, extension
+
+
+# The newest version of transformers that this code was tested with.
+TESTED = (5, 24)
+
+
+def untested_version() -> str | None:
+    """What to know when something fails in a transformers newer than the tested one, which may rename what follows."""
+    found = tuple(int(number) for number in re.findall(r"\d+", transformers.__version__)[:2])
+    if found <= TESTED:
+        return None
+    newest = ".".join(map(str, TESTED))
+    return (
+        f"transformers {transformers.__version__} is newer than {newest}, the newest that this code of "
+        f'hf_linear_attention was tested with; if that is why, `pip install "transformers<={newest}.99"`, or a newer '
+        "hf-linear-attention."
+    )
+
+
+def explained(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose errors say so if transformers is newer than the tested version."""
+    if (note := untested_version()) is None:
+        return function
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            raise
+
+    return wrapper
+
+
+# What stock code calls the cache of a decoder, among arguments and outputs: `past_key_values` in 5.16 to 5.23, `cache`
+# from 5.24 on, which takes the old name until 5.40; `layer_past` in the layers of BLOOM and others (5.16 to 5.24).
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+
+
+# What stock code calls the number of tokens before its input: `past_key_values_length` in 5.16 to 5.23, `cache_length`
+# from 5.24 on.
+LENGTH_NAMES = ("cache_length", "past_key_values_length")
+# Arguments of decoders with an axis of tokens, and the place of this axis (5.16 to 5.24).
+PER_TOKEN = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "token_type_ids": 1}
+# Arguments that ask for an output per layer (5.16 to 5.24).
+COLLECTED = ("output_attentions", "output_hidden_states", "output_router_logits")
+# The inputs of modules that use tables of learned positions (5.16 to 5.24).
+INPUTS = ("input_ids", "inputs_embeds", "input_embeds")
+# Arguments that stock layers pass to the attention function, and the feature that each implements (5.16 to 5.24).
+FEATURE_ARGUMENTS = {
+    "position_bias": "position_bias",
+    "softcap": "softcap",
+    "s_aux": "attention_sinks",
+    "sinks": "attention_sinks",
+    "indices": "sparse_attention",
+    "block_indices": "sparse_attention",
+}
+
+
+def cache_among(values: Iterable[Any]) -> Cache | None:
+    """The cache among the arguments or the outputs of a stock forward, whatever it is called there."""
+    return next((value for value in values if isinstance(value, Cache)), None)
+
+
+def cache_name(forward: Callable[..., Any]) -> str | None:
+    """The name by which a stock forward takes its cache, or None if it takes none."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)
+
+
+def cache_argument(model: Any, cache: Cache | None) -> dict[str, Cache | None]:
+    """The keyword argument by which a decoder continues `cache`."""
+    return {cache_name(model.forward) or CACHE_NAMES[0]: cache}
+
+
+def foreign_cache(kwargs: Mapping[str, Any]) -> Any:
+    """What stands in place of a cache and is none, such as the pages of keys of continuous batching (5.16 to 5.24)."""
+    given = (kwargs.get(name) for name in CACHE_NAMES)
+    return next((value for value in given if value is not None and not isinstance(value, Cache)), None)
 
 
 def attention_implementation(config: Any) -> str:
@@ -126,7 +211,7 @@ def wants_attentions(kwargs: Mapping[str, Any], config: Any) -> bool:
     """
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         return True
-    collector = _active_collector.get()
+    collector = output_capturing._active_collector.get()
     return collector is not None and "attentions" in collector
 
 

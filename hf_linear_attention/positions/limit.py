@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..attention.transformers_internals import INPUTS, LENGTH_NAMES, cache_among
+
 
 MOST_RESERVED = 2  # the rows in front of the positions in OPT and BART
-INPUTS = ("input_ids", "inputs_embeds", "input_embeds")
 
 
 def position_tables(model: Any) -> dict[str, nn.Embedding]:
@@ -98,5 +99,6 @@ class PositionLimit:
 
 def _past_length(given: Mapping[str, Any]) -> int:
     """The number of tokens before this input."""
-    cache = given.get("past_key_values")
-    return int(given.get("past_key_values_length") or 0) if cache is None else int(cache.get_seq_length())
+    if (cache := cache_among(given.values())) is not None:
+        return int(cache.get_seq_length())
+    return int(next((given[name] for name in LENGTH_NAMES if given.get(name)), 0))

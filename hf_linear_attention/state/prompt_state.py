@@ -31,6 +31,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..attention.cache import state_layer
+from ..attention.transformers_internals import cache_among
 from ..configuration_linear_attention import COMMON_SETTINGS, check_format_version
 from ..mechanisms.registry import MECHANISMS
 
@@ -174,11 +175,12 @@ def _layers_of_one_token(model: Any) -> list[Any]:
     training = [module for module in model.modules() if module.training]
     model.eval()  # in training mode, random projections may be redrawn and gradient checkpointing disables the cache
     try:
-        cache = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True)
+        output = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True)
     finally:
         for module in training:
             module.training = True
-    return cache.past_key_values.layers
+    cache: Any = cache_among(output.values())
+    return cache.layers
 
 
 def _size_problem(about: dict[str, Any], tensors: dict[str, torch.Tensor], num_layers: int) -> str | None:

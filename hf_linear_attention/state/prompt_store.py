@@ -17,12 +17,13 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import DynamicCache
 from transformers.utils import logging
 
+from ..attention.transformers_internals import cache_among, cache_argument
 from .prompt_state import identity_of, read_prompt_state, refuse_others, with_format_version, write_prompt_state
 
 
@@ -86,9 +87,9 @@ class PromptStore:
         for end in sorted(paths):
             if end > length:
                 # The base model computes no logits, of which one would need those of the last token only.
-                cache = self.model.base_model(
-                    input_ids=input_ids[:, length:end], past_key_values=cache, use_cache=True
-                ).past_key_values
+                base = self.model.base_model
+                output = base(input_ids=input_ids[:, length:end], use_cache=True, **cache_argument(base, cache))
+                cache = cast(DynamicCache, cache_among(output.values()))
                 self._store(cache, paths[end])
                 length = end
         return cache

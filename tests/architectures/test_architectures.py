@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from architectures import inputs_of, tiny_config, tiny_model
+from caches import past
 from transformers import AutoConfig, DynamicCache, EncoderDecoderCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -234,10 +235,10 @@ def test_cross_attention(row):
     assert_cached_is_recomputed(model)
     with torch.no_grad():
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        model(**inputs, past_key_values=cache)
+        model(**inputs, **past(cache))
         states = [layer.state for layer in cache.cross_attention_cache.layers]
         inputs["decoder_input_ids"] = inputs["decoder_input_ids"][:, -1:]
-        model(**inputs, past_key_values=cache)
+        model(**inputs, **past(cache))
     assert len(states) == 3
     for layer, state in zip(cache.cross_attention_cache.layers, states):
         assert layer.keys.numel() == layer.keys.untyped_storage().nbytes() == 0

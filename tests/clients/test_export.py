@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from caches import past
 from checkpoints import save_twin, tiny_tokenizer
 from matrix import build_mechanism, hidden_states_of, qkv, stock_model
 from torch import nn
@@ -102,7 +103,7 @@ class StaticStep(nn.Module):
                 self.register_buffer(f"layer_{number}_{place}", tensor)
 
     def forward(self, input_ids):
-        return self.model(input_ids, past_key_values=self.cache).logits
+        return self.model(input_ids, **past(self.cache)).logits
 
 
 @torch.no_grad()
@@ -111,7 +112,7 @@ def test_the_decode_step_of_a_static_cache_exports(name):
     family, settings = DECODERS[name]
     model = convert(stock_model(family), **settings)
     cache = StaticCache(config=model.config, max_cache_len=32)
-    model(IDS[:, :PROMPT], past_key_values=cache)
+    model(IDS[:, :PROMPT], **past(cache))
     exported = export(StaticStep(model, cache), (IDS[:, PROMPT : PROMPT + 1],), strict=True).module()
     logits = torch.cat([exported(IDS[:, step : step + 1]) for step in range(PROMPT, IDS.shape[1])], dim=1)
     expected = model(IDS, use_cache=False).logits[:, PROMPT:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from caches import cache_of
 from matrix import sample_inputs
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
@@ -41,7 +42,7 @@ def test_int8_weights(name, config, folders, tmp_path):
     assert all(torch.equal(model.state_dict()[key], value) for key, value in mechanisms.items())
     options = {"max_new_tokens": 6, "do_sample": False}
     assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
-    model.save_prompt_state(model(ids, use_cache=True).past_key_values, tmp_path / "prompt.safetensors")
+    model.save_prompt_state(cache_of(model(ids, use_cache=True)), tmp_path / "prompt.safetensors")
     assert model.load_prompt_state(tmp_path / "prompt.safetensors").get_seq_length() == ids.shape[1]
     model.save_pretrained(tmp_path / "quantised")
     assert torch.equal(load(tmp_path / "quantised", device_map="cpu")(ids).logits, logits)

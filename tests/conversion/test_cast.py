@@ -75,8 +75,10 @@ def test_what_the_model_keeps_in_float32_loses_no_bit(model_type, auto_class, af
     in_memory, by_files = convert_twice(tmp_path / "source", tmp_path, monkeypatch, *words)
     assert_identical(by_files, in_memory)
     wide = {name for name, tensor in by_files.items() if tensor.dtype == torch.float32}
-    assert wide == {name for name in by_files if name.endswith(kept)}
-    assert wide
+    found = {name for name in by_files if name.endswith(kept)}
+    assert found
+    # transformers keeps the gates of DeepSeek's experts too since 5.24
+    assert found <= wide <= found | {name for name in by_files if name.endswith("mlp.gate.weight")}
 
 
 def test_files_that_do_not_have_the_dtype_of_their_configuration(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from caches import cache_of
 from checkpoints import run
 from matrix import sample_inputs
 from transformers import AutoModelForCausalLM
@@ -42,7 +43,7 @@ def test_the_preset_completes_its_own_mechanism_and_no_other(healed, llama):
 def test_report_card_and_terminal_have_the_sizes_per_layer_and_in_all(healed):
     model = AutoModelForCausalLM.from_pretrained(healed["folder"])
     with torch.no_grad():
-        cache = model(**sample_inputs("llama"), use_cache=True).past_key_values
+        cache = cache_of(model(**sample_inputs("llama"), use_cache=True))
     rows = len(sample_inputs("llama")["input_ids"])
     sizes = [layer.state_bytes() // rows for layer in cache.layers]
     assert sizes[0] != sizes[1] == sizes[2]

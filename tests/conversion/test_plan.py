@@ -7,6 +7,7 @@ import json
 import pytest
 import safetensors.torch
 import torch
+from caches import cache_of
 from checkpoints import convert_folder, files, run, save_twin
 from matrix import DECODERS, FAMILY_ROWS
 from transformers import Gemma2Config, Gemma2ForCausalLM
@@ -54,7 +55,7 @@ def test_state_bytes_are_those_of_a_real_cache(family, mechanism, tmp_path):
     plan = make_plan(open_source(str(tmp_path / "source")), settings)
     model = convert(stock, **settings)
     with torch.no_grad():
-        cache = model(input_ids=torch.randint(3, 64, (1, 50)), use_cache=True).past_key_values
+        cache = cache_of(model(input_ids=torch.randint(3, 64, (1, 50)), use_cache=True))
     assert [layer.state_bytes for layer in plan.layers] == [layer.state_bytes() for layer in cache.layers]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from caches import cache_of
 from checkpoints import save_twin
 from transformers import AutoConfig, LlamaForCausalLM
 
@@ -22,7 +23,7 @@ def llama(tmp_path_factory):
 def size_of(folder, dtype=torch.float32, **settings) -> int:
     """Of the state that a model really keeps after a prompt longer than its window."""
     model = convert(str(folder), **settings).to(dtype)
-    cache = model(torch.randint(3, 64, (1, 20)), use_cache=True).past_key_values
+    cache = cache_of(model(torch.randint(3, 64, (1, 20)), use_cache=True))
     return sum(layer.state_bytes() for layer in cache.layers)
 
 

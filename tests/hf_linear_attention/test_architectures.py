@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import tiny_model
+from caches import cache_of, past
 from matrix import stock_model
 from transformers.models.auto import AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -83,10 +84,10 @@ def test_states_of_the_models_own_are_kept_beside_ours():
     model, ids = convert(stock, num_features=16), torch.randint(5, 64, (2, 9))
     with torch.no_grad():
         first = model(ids[:, :5], use_cache=True)
-        layer = first.past_key_values.layers[0]
+        layer = cache_of(first).layers[0]
         assert layer.holds_linear_state
         assert layer.conv_states[0].abs().sum() > 0
-        second = model(ids[:, 5:6], past_key_values=first.past_key_values).logits
+        second = model(ids[:, 5:6], **past(cache_of(first))).logits
         whole = model(ids[:, :6], use_cache=False).logits[:, 5:]
     # float32 sums in another order, through three layers of weights with a standard deviation of 0.3
     torch.testing.assert_close(second, whole, rtol=1e-4, atol=1e-4 * whole.abs().max().item())

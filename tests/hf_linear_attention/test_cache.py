@@ -9,6 +9,7 @@ import functools
 import pytest
 import torch
 from architectures import tiny_model
+from caches import cache_of, past
 from checkpoints import convert_folder, save_twin
 from matrix import recording_cache, stock_model
 from transformers import AutoModelForCausalLM, QuantizedCache, StaticCache, cache_utils
@@ -35,7 +36,7 @@ def build(name, **changes):
 
 @torch.no_grad()
 def read(model, ids, cache=None):
-    return model(ids, past_key_values=cache, use_cache=True)
+    return model(ids, **past(cache), use_cache=True)
 
 
 def tensors(cache):
@@ -53,7 +54,7 @@ def refuses(model, ids, cache, match, **inputs):
     """A call is refused, and the cache is as it was."""
     before = copy.deepcopy(tensors(cache))
     with torch.no_grad(), pytest.raises(ValueError, match=match):
-        model(ids, past_key_values=cache, **inputs)
+        model(ids, **past(cache), **inputs)
     for (now, count), (then, count_then) in zip(tensors(cache), before, strict=True):
         assert count == count_then
         assert len(now) == len(then)
@@ -70,7 +71,7 @@ def goes_on(model, cache, rows, start=5):
 @pytest.mark.parametrize(("rows", "new"), [((1, 3), 1), ((3, 2), 4)], ids=str)
 def test_other_rows_are_refused_before_anything_changes(name, rows, new):
     model, (cached, given) = build(name), rows
-    cache = read(model, IDS[:cached, :5]).past_key_values
+    cache = cache_of(read(model, IDS[:cached, :5]))
     repeat = r".*cache.batch_repeat_interleave\(3\)" if cached == 1 else ""
     said = rf"a cache of {cached} rows? and an input of {given}\.{repeat}"
     refuses(model, IDS[:given, 5 : 5 + new], cache, said)
@@ -81,7 +82,7 @@ def test_other_rows_are_refused_before_anything_changes(name, rows, new):
 def test_a_step_writes_over_the_state_that_a_step_before_it_made():
     """And over no other: not over that of a prompt, whose memory others may have, a copied or a recorded one."""
     expected = read(model := build("hybrid"), IDS).logits
-    cache = read(model, IDS[:, :4]).past_key_values
+    cache = cache_of(read(model, IDS[:, :4]))
     held, layer = [], cache.layers[0]
     for place in range(4, 9):
         if place == 7:
@@ -101,8 +102,8 @@ def test_a_step_writes_over_the_state_that_a_step_before_it_made():
 
 def test_a_step_does_not_write_over_a_state_that_a_graph_may_need():
     model = convert(stock_model("llama"), **{**CASES["hybrid"], "num_sinks": 0})  # no state is a part of a tensor
-    cache = read(model, IDS[:, :4]).past_key_values
-    model(IDS[:, 4:5], past_key_values=cache)
+    cache = cache_of(read(model, IDS[:, :4]))
+    model(IDS[:, 4:5], **past(cache))
     state, values = cache.layers[0].state, copy.deepcopy([x.detach() for x in cache.layers[0].state])
     read(model, IDS[:, 5:6], cache)
     assert all(map(torch.equal, state, values))
@@ -125,10 +126,10 @@ def test_an_encoder_decoder(cross):
     model = convert(stock, num_features=16, cross_attention=cross)
     encoded = model.get_encoder()(IDS)
     one = type(encoded)(last_hidden_state=encoded.last_hidden_state[:1])
-    cache = model(encoder_outputs=one, decoder_input_ids=IDS[:1, :4], use_cache=True).past_key_values
+    cache = cache_of(model(encoder_outputs=one, decoder_input_ids=IDS[:1, :4], use_cache=True))
     for _ in range(1 + cross):
         with pytest.raises(ValueError, match="a cache of 1 row and an input of 3"):
-            model(encoder_outputs=encoded, decoder_input_ids=IDS[:, 4:6], past_key_values=cache)
+            model(encoder_outputs=encoded, decoder_input_ids=IDS[:, 4:6], **past(cache))
         # the decoder's own state repeated, the encoder's forgotten
         cache.self_attention_cache.batch_repeat_interleave(3)
 
@@ -145,7 +146,7 @@ def test_an_encoder_decoder(cross):
 )
 @pytest.mark.parametrize("name", ["linear", "performer", "hybrid"])
 def test_the_state_of_another_mechanism_is_refused(name, other):
-    cache = read(convert(stock_model("llama"), **other), IDS[:, :5]).past_key_values
+    cache = cache_of(read(convert(stock_model("llama"), **other), IDS[:, :5]))
     said = r"with the state of \w+Attention\(.*\) in a layer of \w+Attention\(.*\)\."
     refuses(build(name), IDS[:, 5:], cache, said)
 
@@ -153,7 +154,7 @@ def test_the_state_of_another_mechanism_is_refused(name, other):
 def test_the_state_of_other_heads_or_another_dtype_is_refused():
     strangers = build("hybrid", num_key_value_heads=1), build("hybrid", hidden_size=64)
     for stranger in (*strangers, copy.deepcopy(build("hybrid")).to(torch.bfloat16)):
-        cache = read(stranger, IDS[:, :5]).past_key_values
+        cache = cache_of(read(stranger, IDS[:, :5]))
         said = r"made of keys and values with \d heads of .*, and new ones with 2 heads"
         refuses(build("hybrid"), IDS[:, 5:], cache, said)
 
@@ -161,22 +162,22 @@ def test_the_state_of_other_heads_or_another_dtype_is_refused():
 def test_softmax_and_linear_attention_refuse_the_cache_of_each_other():
     model, stock = build("linear"), stock_model("llama")
     cache, said = (
-        read(model, IDS[:, :5]).past_key_values,
+        cache_of(read(model, IDS[:, :5])),
         "a cache of linear attention in a layer that computes softmax",
     )
     with softmax_attention(model):
         refuses(model, IDS[:, 5:], cache, said)
-        exact = read(model, IDS[:, :5]).past_key_values
+        exact = cache_of(read(model, IDS[:, :5]))
     refuses(stock, IDS[:, 5:], cache, said)
     goes_on(model, cache, 3)
-    for other in (exact, read(stock, IDS[:, :5]).past_key_values):
+    for other in (exact, cache_of(read(stock, IDS[:, :5]))):
         with pytest.raises(ValueError, match="already holds 5 tokens of softmax keys and values"):
             read(model, IDS[:, 5:], other)
 
 
 def test_a_refused_mask_does_not_count_its_tokens():
     model = build("linear")
-    cache = read(model, IDS[:, :5]).past_key_values
+    cache = cache_of(read(model, IDS[:, :5]))
     hole = torch.ones(9, 9, dtype=torch.bool).tril()[None, None, 5:].expand(3, -1, -1, -1).clone()
     hole[..., 2, 6] = False
     refuses(model, IDS[:, 5:], cache, "see more than causality", attention_mask=hole)
@@ -210,24 +211,24 @@ def test_offloaded(model, monkeypatch):
     result = generate(model, cache_implementation="offloaded", return_dict_in_generate=True)
     assert torch.equal(result.sequences, generate(model))
     # what remains softmax is still offloaded
-    assert result.past_key_values.offloading == (not all(result.past_key_values.is_linear))
+    assert cache_of(result).offloading == (not all(hasattr(x, "state_bytes") for x in cache_of(result).layers))
 
 
 @pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="the one backend without another package")
 def test_quantized(model):
     options = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
     result = generate(model, **options, return_dict_in_generate=True)
-    cache = result.past_key_values
+    cache = cache_of(result)
     assert isinstance(cache, QuantizedCache)
     quantized = [index for index, layer in enumerate(cache.layers) if "Quantized" in type(layer).__name__]
-    assert quantized == [index for index, is_linear in enumerate(cache.is_linear) if not is_linear]
+    assert quantized == [index for index, layer in enumerate(cache.layers) if not hasattr(layer, "state_bytes")]
     if not quantized:  # the state is float32 all the same
         assert torch.equal(result.sequences, generate(model))
 
 
 def test_static_has_room_for_what_it_was_made_for(model):
     cache = StaticCache(config=model.config, max_cache_len=PROMPT.shape[1] + 8)
-    assert torch.equal(generate(model, past_key_values=cache), generate(model))
+    assert torch.equal(generate(model, **past(cache)), generate(model))
     assert cache.get_max_length() == PROMPT.shape[1] + 8
 
 
@@ -245,5 +246,5 @@ def test_a_conversion_counts_the_state_in_the_dtype_of_the_checkpoint(tmp_path):
     report = convert_folder(tmp_path / "source", tmp_path / "linear", *words)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "linear", dtype="auto")
     with torch.no_grad():
-        cache = model(torch.randint(3, 60, (1, 20)), use_cache=True).past_key_values
+        cache = cache_of(model(torch.randint(3, 60, (1, 20)), use_cache=True))
     assert report["state_bytes"] == sum(layer.state_bytes() for layer in cache.layers)

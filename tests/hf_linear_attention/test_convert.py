@@ -117,8 +117,7 @@ def test_adapters_are_merged_first():
         convert(adapted)
     merged = adapted.merge_and_unload()
     assert_same(convert(merged), merged)
-    injected = stock_model("llama")
-    injected.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    injected = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), stock_model("llama"))
     with pytest.raises(ValueError, match=r"does not have .*lora_A.*without adapters \(merge them\)"):
         convert(injected)
 

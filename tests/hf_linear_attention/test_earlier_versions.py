@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from caches import past
 from earlier import FIRST
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -60,6 +61,6 @@ def test_a_prompt_state_without_a_checksum_goes_on(model, expected, tmp_path):
     assert cache.get_seq_length() == PROMPT
     save_prompt_state(model, cache, tmp_path / "prompt.safetensors")  # in the format of today
     for again in (cache, load_prompt_state(model, tmp_path / "prompt.safetensors")):
-        output = model(**inputs(expected, PROMPT), past_key_values=again)
+        output = model(**inputs(expected, PROMPT), **past(again))
         torch.testing.assert_close(output.logits, expected["continued"], **TOLERANCE)
         torch.testing.assert_close(output.logits, expected["logits"][:, PROMPT:], **TOLERANCE)

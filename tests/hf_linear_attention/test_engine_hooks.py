@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from caches import cache_of
 from matrix import stock_config
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +30,7 @@ def test_the_layout_is_that_of_the_state_at_any_length(name):
     model = convert(AutoModelForCausalLM.from_config(stock_config("llama")), **SETTINGS[name]).eval()
     for length in (1, 20):
         with torch.no_grad():
-            cache = model(torch.ones(1, length, dtype=torch.long), use_cache=True).past_key_values
+            cache = cache_of(model(torch.ones(1, length, dtype=torch.long), use_cache=True))
         for module, layer in zip(modules_of(model), cache.layers):
             found = [(tensor.shape, tensor.dtype) for tensor in layer.state]
             assert module.linear_attention.state_layout(torch.float32) == found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import tiny_model
+from caches import cache_of, past
 from matrix import attend, build_mechanism, hidden_states_of, mechanism_of, move, qkv, stock_config, stock_model
 from oracles import exact
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
@@ -86,7 +87,7 @@ def test_its_state_is_as_large_as_a_conversion_says():
     for settings in ({}, {"num_features": 12, "decay": "channel"}, {"conv_size": 3}):
         model = convert(stock_model("llama"), mechanism="gated_delta", **settings)
         with torch.no_grad():
-            cache = model(torch.randint(3, 64, (1, 20)), use_cache=True).past_key_values
+            cache = cache_of(model(torch.randint(3, 64, (1, 20)), use_cache=True))
         modules = linear_attention_modules(model).values()
         assert [layer.state_bytes() for layer in cache.layers] == [state_bytes(module) for module in modules]
         floats = 2 * settings.get("num_features", 8) * 8 + (settings.get("conv_size", 1) - 1) * 8 * (4 + 2 + 2)
@@ -185,7 +186,7 @@ def test_an_encoder_and_cross_attention_are_refused():
     with torch.no_grad():
         whole = decoder(ids, decoder_input_ids=ids, use_cache=False).logits
         part = decoder(ids, decoder_input_ids=ids[:, :4], use_cache=True)
-        rest = decoder(ids, decoder_input_ids=ids[:, 4:], past_key_values=part.past_key_values).logits
+        rest = decoder(ids, decoder_input_ids=ids[:, 4:], **past(cache_of(part))).logits
     assert_close(rest, whole[:, 4:])
 
 

@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from caches import cache_of, past
 from matrix import MECHANISM_ROWS, recording_cache, stock_model
 from transformers import StaticCache, WhisperConfig, WhisperForConditionalGeneration
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
@@ -93,7 +94,7 @@ def test_every_split_of_prefill_and_decoding_gives_the_logits_of_one_forward(nam
     whole = model(ids, use_cache=False).logits
     for split in range(1, 17):
         first = model(ids[:, :split], use_cache=True)
-        second = model(ids[:, split:], past_key_values=first.past_key_values)
+        second = model(ids[:, split:], **past(cache_of(first)))
         logits = torch.cat((first.logits, second.logits), dim=1)
         torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
 
@@ -151,7 +152,7 @@ def test_whisper_returns_its_outputs_one_by_one(cross_attention: bool):
     model.generation_config.update(max_new_tokens=6, max_length=None, return_dict_in_generate=True)
     for beams in (1, 2):
         output = model.generate(features, num_beams=beams)
-        assert output.past_key_values is not None
+        assert cache_of(output) is not None
         assert torch.equal(output.sequences, model.generate(features, num_beams=beams, use_cache=False).sequences)
 
 
@@ -159,7 +160,7 @@ def test_whisper_returns_its_outputs_one_by_one(cross_attention: bool):
 def test_the_state_does_not_grow(name):
     model, sizes = build(name), []
     for length in (3, 40):
-        cache = model(torch.randint(3, 64, (1, length)), use_cache=True).past_key_values
+        cache = cache_of(model(torch.randint(3, 64, (1, length)), use_cache=True))
         assert cache.get_seq_length() == length
         sizes.append([layer.state_bytes() for layer in cache.layers])
     assert sizes[0] == sizes[1]
@@ -181,7 +182,7 @@ def test_crop_is_exact_also_once_saved(name, tmp_path):
     cache = recording_cache(model)
 
     def check(cache, start, stop):
-        actual = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
+        actual = model(ids[:, start:stop], attention_mask=mask[:, :stop], **past(cache)).logits
         expected = model(ids[:, :stop], attention_mask=mask[:, :stop], use_cache=False).logits[:, start:]
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
@@ -210,17 +211,17 @@ def test_crop_is_exact_also_once_saved(name, tmp_path):
 @torch.no_grad()
 def test_batch_operations_move_the_state(name):
     model, ids = build(name), torch.randint(3, 64, (2, 8))
-    cache = model(ids[:, :6], use_cache=True).past_key_values
+    cache = cache_of(model(ids[:, :6], use_cache=True))
     cache.reorder_cache(torch.tensor([1, 0]))
-    swapped = model(ids[[1, 0], 6:], past_key_values=copy.deepcopy(cache)).logits
+    swapped = model(ids[[1, 0], 6:], **past(copy.deepcopy(cache))).logits
     torch.testing.assert_close(swapped, model(ids[[1, 0]]).logits[:, 6:], rtol=1e-4, atol=1e-4)
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0, 3]))
-    selected = model(ids[[1, 0], 6:], past_key_values=cache).logits
+    selected = model(ids[[1, 0], 6:], **past(cache)).logits
     torch.testing.assert_close(selected, swapped, rtol=1e-4, atol=1e-4)
     cache.reset()
     assert cache.get_seq_length() == 0
-    torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(ids, **past(cache)).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -228,9 +229,9 @@ def test_batch_operations_move_the_state(name):
 def test_a_static_cache_keeps_its_addresses(name):
     model, ids = build(name), torch.randint(3, 64, (1, 12))
     cache = StaticCache(config=model.config, max_cache_len=32)
-    model(ids[:, :6], past_key_values=cache)
+    model(ids[:, :6], **past(cache))
     addresses = [layer.state[0].data_ptr() for layer in cache.layers]
-    logits = [model(ids[:, step : step + 1], past_key_values=cache).logits for step in range(6, 12)]
+    logits = [model(ids[:, step : step + 1], **past(cache)).logits for step in range(6, 12)]
     assert [layer.state[0].data_ptr() for layer in cache.layers] == addresses
     expected = model(ids, use_cache=False).logits[:, 6:]
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-4)

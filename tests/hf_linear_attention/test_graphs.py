@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import tiny_model
+from caches import past
 from matrix import add_gates, attend, build_mechanism, mechanism_of, qkv, rows, stock_model, supports
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
@@ -170,11 +171,11 @@ def test_decoding_needs_few_graphs():
     expected = model(ids, use_cache=False).logits[:, 5:]
     for cache_class, options, most in ((StaticCache, {"max_cache_len": 32}, 1), (DynamicCache, {}, 2)):
         cache, counter = cache_class(config=model.config, **options), CompileCounter()
-        model(ids[:, :4], past_key_values=cache)
-        model(ids[:, 4:5], past_key_values=cache)  # whose state is the layer's own, unlike those that follow
+        model(ids[:, :4], **past(cache))
+        model(ids[:, 4:5], **past(cache))  # whose state is the layer's own, unlike those that follow
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend=counter)
-        logits = [compiled(ids[:, n : n + 1], past_key_values=cache).logits for n in range(5, 13)]
+        logits = [compiled(ids[:, n : n + 1], **past(cache)).logits for n in range(5, 13)]
         assert counter.frame_count <= most
         torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-4)
 
@@ -186,9 +187,9 @@ def test_an_encoder_decoder_is_decoded_in_one_graph():
     config = model.config.get_text_config(decoder=True)
     cache = EncoderDecoderCache(*(StaticCache(config=config, max_cache_len=length) for length in (32, 9)))
     given = {"encoder_outputs": model.get_encoder()(torch.randint(3, 64, (2, 9)))}
-    model(decoder_input_ids=ids[:, :5], **given, past_key_values=cache)
+    model(decoder_input_ids=ids[:, :5], **given, **past(cache))
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    steps = ({"decoder_input_ids": ids[:, n : n + 1], "past_key_values": cache} for n in range(5, 13))
+    steps = ({"decoder_input_ids": ids[:, n : n + 1], **past(cache)} for n in range(5, 13))
     logits = torch.cat([compiled(**step, **given).logits for step in steps], dim=1)
     assert counter.frame_count == 1
     expected = model(decoder_input_ids=ids, **given, use_cache=False).logits[:, 5:]

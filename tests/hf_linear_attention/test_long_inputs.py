@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from caches import cache_of, past
 from matrix import attend, mechanism_of, stock_model
 
 from hf_linear_attention import convert
@@ -52,14 +53,14 @@ def test_logits_are_those_of_one_pass(name, divided):
     with torch.no_grad():
         output = model(IDS, attention_mask=PADDED, use_cache=False)
         assert_close(output.logits[PADDED.bool()], exact[PADDED.bool()])
-        assert output.past_key_values is None
+        assert cache_of(output) is None
         assert_close(model(IDS, attention_mask=PADDED, logits_to_keep=8).logits[1], exact[1, -8:])
         assert_close(model(IDS, attention_mask=PADDED, logits_to_keep=1, return_dict=False)[0], exact[:, -1:])
         assert len(divided) == 3
-        cache = model(IDS[:, :11]).past_key_values
-        output = model(IDS[:, 11:28], past_key_values=cache)
+        cache = cache_of(model(IDS[:, :11]))
+        output = model(IDS[:, 11:28], **past(cache))
         assert_close(output.logits[1], exact[1, 11:28])
-        assert_close(model(IDS[:, 28:], past_key_values=output.past_key_values).logits[1], exact[1, 28:])
+        assert_close(model(IDS[:, 28:], **past(cache_of(output))).logits[1], exact[1, 28:])
     assert len(divided) == 5
 
 

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from architectures import tiny_model
+from caches import cache_of, past
 from matrix import qkv, stock_model
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import causal_mask_function, create_causal_mask, sdpa_mask
@@ -100,7 +101,7 @@ CACHED = 4
 @torch.no_grad()
 def test_a_mask_of_another_size_is_refused(family, cached):
     model, new = converted(family), 6 - cached
-    cache = {"past_key_values": model(IDS[:, :CACHED]).past_key_values} if cached else {}
+    cache = past(cache_of(model(IDS[:, :CACHED]))) if cached else {}
     # too few columns, one too many, between the new and all, other rows, and one row
     for rows, columns in ((3, 1 if cached else 4), (3, 7), (3, 5), (2, 6), (1, 6)):
         mask = torch.ones(rows, columns, dtype=torch.long)
@@ -108,11 +109,11 @@ def test_a_mask_of_another_size_is_refused(family, cached):
         sizes = rf"mask of {rows} rows and {columns} columns for 3 rows of {new} new tokens after {cached} cached"
         with pytest.raises(ValueError, match=sizes):
             model(IDS[:, -new:], attention_mask=mask, **cache)
-        assert not cache or cache["past_key_values"].get_seq_length() == CACHED
+        assert not cache or next(iter(cache.values())).get_seq_length() == CACHED
     for right in (PADDING, PADDING[:, CACHED:]) if cached else ():  # all tokens, or the new ones
         whole = model(IDS, attention_mask=PADDING).logits[:, CACHED:]
-        old = model(IDS[:, :CACHED], attention_mask=PADDING[:, :CACHED]).past_key_values
-        output = model(IDS[:, CACHED:], attention_mask=right, past_key_values=old).logits
+        old = cache_of(model(IDS[:, :CACHED], attention_mask=PADDING[:, :CACHED]))
+        output = model(IDS[:, CACHED:], attention_mask=right, **past(old)).logits
         real = PADDING[:, CACHED:]
         torch.testing.assert_close(output[real], whole[real], atol=1e-4, rtol=1e-4)
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
+from caches import cache_of, past
 from matrix import DECODERS, FAMILY_ROWS, MECHANISM_ROWS, move, sample_inputs, stock_config, stock_model
 
 import hf_linear_attention
@@ -100,13 +101,13 @@ def test_what_follows_packed_sequences_continues_the_last_one(name):
     mask = (numbers[:, None] == numbers[None, :]).tril().expand(2, 1, -1, -1)
     positions = torch.cat([torch.arange(n) for n in lengths]).expand(2, -1)
     first = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
-    cache, after = first.past_key_values, torch.arange(7, 10).expand(2, -1)
-    following = model(ids[:, :3], position_ids=after, past_key_values=cache).logits
+    cache, after = cache_of(first), torch.arange(7, 10).expand(2, -1)
+    following = model(ids[:, :3], position_ids=after, **past(cache)).logits
     expected = model(torch.cat((ids[:, 5:], ids[:, :3]), dim=1), use_cache=False).logits
     torch.testing.assert_close(torch.cat((first.logits[:, 5:], following), dim=1), expected, rtol=1e-4, atol=1e-4)
     wide = torch.nn.functional.pad(mask, (15, 0), value=False)
     with pytest.raises(ValueError, match="packed sequences after cached tokens"):
-        model(ids, attention_mask=wide, position_ids=positions, past_key_values=cache)
+        model(ids, attention_mask=wide, position_ids=positions, **past(cache))
 
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
@@ -153,10 +154,10 @@ def test_half_precision_and_autocast_keep_float32_sums():
         with torch.no_grad():
             out = half(**inputs, use_cache=True)
         assert out.logits.dtype == dtype
-        assert all(layer.state[0].dtype == torch.float32 for layer in out.past_key_values.layers)
+        assert all(layer.state[0].dtype == torch.float32 for layer in cache_of(out).layers)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         out = model(**inputs, use_cache=True)
-    assert out.past_key_values.layers[0].state[0].dtype == torch.float32
+    assert cache_of(out).layers[0].state[0].dtype == torch.float32
     # 8 bits of mantissa through three layers
     assert ((out.logits.float() - expected).norm() / expected.norm()) < 0.1
 

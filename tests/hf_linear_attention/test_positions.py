@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from architectures import tiny_model
+from caches import cache_of, past
 from matrix import FAMILY_ROWS, sample_inputs, stock_config, stock_model
 from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM
 
@@ -35,8 +36,8 @@ def alibi_model(family: str):
 def assert_decoding_is_one_forward(model, ids):
     whole, cache, outputs = model(ids).logits, None, []
     for part in ids.split([5, 1, 1, ids.shape[1] - 7], dim=1):
-        output = model(part, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(part, **past(cache), use_cache=True)
+        cache = cache_of(output)
         outputs.append(output.logits)
     torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=1e-4, atol=5e-5)
 

@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from caches import cache_of, past
 from matrix import MECHANISM_ROWS, recording_cache, stock_model
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -39,11 +40,11 @@ def build(name):
 @torch.no_grad()
 def read(model, start, stop, cache=None):
     inputs = {"attention_mask": MASK[:, :stop], "position_ids": POSITIONS[:, start:stop]}
-    return model(IDS[:, start:stop], past_key_values=cache, use_cache=True, **inputs)
+    return model(IDS[:, start:stop], **past(cache), use_cache=True, **inputs)
 
 
 def read_prompt(model, cache=None):
-    return read(model, 0, PROMPT, cache).past_key_values
+    return cache_of(read(model, 0, PROMPT, cache))
 
 
 def continued(model, cache):
@@ -123,7 +124,7 @@ def model():
 @pytest.fixture
 def path(model, tmp_path):
     with torch.no_grad():
-        save_prompt_state(model, model(IDS[:, :PROMPT]).past_key_values, tmp_path / "prompt.safetensors")
+        save_prompt_state(model, cache_of(model(IDS[:, :PROMPT])), tmp_path / "prompt.safetensors")
     return tmp_path / "prompt.safetensors"
 
 
@@ -239,9 +240,9 @@ def test_tensors_that_this_model_does_not_make(model, path, case):
 def test_every_tensor_of_every_mechanism_is_checked(row, tmp_path):
     model, path = convert(stock_model("llama", num_hidden_layers=1), **MECHANISM_ROWS[row]), tmp_path / "prompt"
     cache = recording_cache(model)
-    model(IDS[:, :6], past_key_values=cache)
+    model(IDS[:, :6], **past(cache))
     cache.crop(0)
-    model(IDS[:, 6:9], past_key_values=cache)
+    model(IDS[:, 6:9], **past(cache))
     cache.crop(-1)
     save_prompt_state(model, cache, path)
     assert load_prompt_state(model, path).get_seq_length() == 8
@@ -258,13 +259,13 @@ def test_layers_with_different_mechanisms(model, path, tmp_path):
     """Layer 2 stays softmax. A file of an earlier version lacks options of either mechanism."""
     settings = [{**HYBRID, "layers": [0]}, {"mechanism": "performer", "num_features": 16, "layers": [1]}]
     mixed, mixed_path = convert(stock_model("llama"), settings=settings), tmp_path / "mixed.safetensors"
-    cache = mixed(IDS[:, :PROMPT]).past_key_values
+    cache = cache_of(mixed(IDS[:, :PROMPT]))
     save_prompt_state(mixed, cache, mixed_path)
     older = [dict(entry) for entry in content(mixed_path)[0]["linear_attention"]]
     del older[0]["rope"], older[1]["rotary"]
     rewrite(mixed_path, {"linear_attention": older})
     restored = load_prompt_state(mixed, mixed_path)
-    outputs = [mixed(IDS[:, PROMPT:], past_key_values=state).logits for state in (restored, cache)]
+    outputs = [mixed(IDS[:, PROMPT:], **past(state)).logits for state in (restored, cache)]
     assert torch.equal(*outputs)
     refuses(mixed, path, r"another model in .*`linear_attention` is \{.*\}, the model's is \[\{'mechanism'")
     refuses(model, mixed_path, r"another model in .*`linear_attention` is \[\{.*\}\], the model's is \{'mechanism'")
@@ -279,7 +280,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(model, path, fault, mo
 
     monkeypatch.setattr(*((prompt_state, "save_file") if fault == "write" else (os, "replace")), fail)
     with torch.no_grad():
-        cache = model(IDS[:, :5]).past_key_values
+        cache = cache_of(model(IDS[:, :5]))
     with pytest.raises(OSError, match="No space left"):
         save_prompt_state(model, cache, path)
     assert path.read_bytes() == before
@@ -324,7 +325,7 @@ def goes_on(double, ids, cache):
     """What follows a restored beginning is what one pass gives."""
     start = int(cache.get_seq_length())
     expected = double(input_ids=ids).logits[:, start:]
-    torch.testing.assert_close(double(input_ids=ids[:, start:], past_key_values=cache).logits, expected)
+    torch.testing.assert_close(double(input_ids=ids[:, start:], **past(cache)).logits, expected)
 
 
 @torch.no_grad()
@@ -349,7 +350,7 @@ def test_generation_goes_on_from_it(double, tmp_path):
     store = PromptStore(double, tmp_path, boundary=8)
     expected = double.generate(LINE, max_new_tokens=6, do_sample=False)
     for _ in range(2):  # a stored state serves many times
-        found = double.generate(LINE, past_key_values=store.read(LINE), max_new_tokens=6, do_sample=False)
+        found = double.generate(LINE, **past(store.read(LINE)), max_new_tokens=6, do_sample=False)
         assert torch.equal(found, expected)
 
 

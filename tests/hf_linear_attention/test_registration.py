@@ -133,7 +133,8 @@ assert len(targets) > 20 and all(table["linear_llama"] is table["llama"] for tab
 
 sys.path.insert(0, sys.argv[1])
 import stranger, torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
+from hf_linear_attention.attention.transformers_internals import cache_argument
 from hf_linear_attention.conversion.convert_checkpoint import main
 for words in (["toy", "--sharpness=0.5"], ["linear", "--feature_map=softplus"]):
     folder = f"{sys.argv[1]}/{words[0]}"
@@ -142,8 +143,10 @@ for words in (["toy", "--sharpness=0.5"], ["linear", "--feature_map=softplus"]):
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.arange(3, 29).view(2, 13)
     whole = model(ids).logits
-    cache = model(ids[:, :12], use_cache=True).past_key_values
-    torch.testing.assert_close(model(ids[:, 12:], past_key_values=cache).logits, whole[:, 12:])
+    cache = DynamicCache(config=model.config)
+    arguments = cache_argument(model, cache)
+    model(ids[:, :12], **arguments)
+    torch.testing.assert_close(model(ids[:, 12:], **arguments).logits, whole[:, 12:])
 print("done")
 """
     assert run_python(NATIVE + code, str(tmp_path)).split()[-1] == "done"

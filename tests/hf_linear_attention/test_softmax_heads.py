@@ -8,6 +8,7 @@ import pickle
 import pytest
 import reference
 import torch
+from caches import cache_of, past
 from matrix import (
     SCALING,
     add_gates,
@@ -197,17 +198,17 @@ def test_with_every_head_the_model_is_the_original(exact):
 def test_a_rollback_and_a_continued_packed_prompt(some):
     ids = IDS[:, :15]
     whole = some(ids).logits
-    cache = some(ids[:, :4], use_cache=True).past_key_values
+    cache = cache_of(some(ids[:, :4], use_cache=True))
     cache.activate_past_recording()
-    some(ids[:, 4:9], past_key_values=cache)
+    some(ids[:, 4:9], **past(cache))
     cache.crop(-3)
-    logits = some(ids[:, 6:], past_key_values=cache, position_ids=torch.arange(6, 15)[None]).logits
+    logits = some(ids[:, 6:], **past(cache), position_ids=torch.arange(6, 15)[None]).logits
     torch.testing.assert_close(logits, whole[:, 6:], rtol=1e-4, atol=1e-5)
     numbers = torch.tensor([1] * 5 + [2] * 7)
     mask = (numbers[:, None] == numbers).tril()[None, None]
     positions = torch.cat((torch.arange(5), torch.arange(7)))[None]
     first = some(ids[:1, :12], attention_mask=mask, position_ids=positions, use_cache=True)
-    following = some(ids[:1, 12:], past_key_values=first.past_key_values, position_ids=torch.arange(7, 10)[None]).logits
+    following = some(ids[:1, 12:], **past(cache_of(first)), position_ids=torch.arange(7, 10)[None]).logits
     torch.testing.assert_close(following, some(ids[:1, 5:]).logits[:, -3:], rtol=1e-4, atol=1e-5)
 
 
@@ -220,7 +221,7 @@ def test_a_copy_a_pickle_softmax_attention_and_the_size_of_the_cache(some):
     with softmax_attention(some) as teacher:
         torch.testing.assert_close(teacher(**given).logits, stock_model("llama")(**given).logits)
     assert some.state_dict().keys() == plain.state_dict().keys()
-    caches = [model(IDS[:1, :11], use_cache=True).past_key_values for model in (some, plain)]
+    caches = [cache_of(model(IDS[:1, :11], use_cache=True)) for model in (some, plain)]
     extra = [mine.state_bytes() - theirs.state_bytes() for mine, theirs in zip(*(cache.layers for cache in caches))]
     group = 2 * 11 * 8 * 4  # keys and values of 11 tokens in float32
     assert extra == [group, 0, group]  # heads 0 and 1 of layer 2 share theirs
@@ -251,11 +252,11 @@ def test_other_models_and_caches_are_refused(some, monkeypatch):
             convert(stock, mechanism="linear", softmax_heads=[[0, 0]])
     cache = StaticCache(config=some.config, max_cache_len=32)
     with pytest.raises(ValueError, match="static cache"):
-        some(**sample_inputs("llama"), past_key_values=cache)
+        some(**sample_inputs("llama"), **past(cache))
     plain = convert(stock_model("llama"), mechanism="linear", num_features=8)
-    cache = plain(IDS[:1, :5], use_cache=True).past_key_values
+    cache = cache_of(plain(IDS[:1, :5], use_cache=True))
     with pytest.raises(ValueError, match="with softmax heads"):
-        some(IDS[:1, :5], past_key_values=cache)
+        some(IDS[:1, :5], **past(cache))
     assert convert_config(stock_config("llama"), mechanism="linear").linear_attention["softmax_heads"] == []
     # the line that gives heads softmax attention is left out of the code of a checkpoint without them
     monkeypatch.setattr(modeling_linear_attention, "keep_softmax_heads", lambda mechanism, heads: mechanism)

@@ -10,6 +10,7 @@ no model; the groups `installed` and `newer` can import this package. The script
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import json
 import multiprocessing
@@ -136,8 +137,9 @@ def graphs(job) -> str:
 
     def run():
         cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         parts = [ids[:, :-2], ids[:, -2:-1], ids[:, -1:]]
-        return torch.cat([compiled(part, past_key_values=cache, use_cache=True).logits for part in parts], dim=1)
+        return torch.cat([compiled(part, **{name: cache}, use_cache=True).logits for part in parts], dim=1)
 
     for _ in range(2):  # the second cache is another object
         torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)

@@ -23,16 +23,16 @@ from hf_linear_attention.mechanisms.registry import MECHANISMS
 # The lines of both files together, for an encoder and for a decoder of which only the config is known (a built model
 # needs fewer); a change that needs more says why.
 MOST_LINES = {
-    "aft": (3900, 4400),
-    "gated_delta": (None, 3800),
-    "hybrid": (5500, 6050),
-    "latent": (2600, None),
-    "linear": (4150, 4650),
-    "linformer": (2950, None),
-    "linformer_linear": (4700, None),
-    "nystrom": (2750, None),
-    "performer": (4650, 5150),
-    "window": (3750, 4250),
+    "aft": (4150, 4650),
+    "gated_delta": (None, 4050),
+    "hybrid": (5750, 6300),
+    "latent": (2800, None),
+    "linear": (4400, 4900),
+    "linformer": (3150, None),
+    "linformer_linear": (4900, None),
+    "nystrom": (3000, None),
+    "performer": (4900, 5400),
+    "window": (4000, 4500),
 }
 # safetensors is a requirement of transformers itself.
 ALLOWED = {*sys.stdlib_module_names, "torch", "transformers", "safetensors"}

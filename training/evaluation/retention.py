@@ -46,6 +46,7 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.logs import progress
+from hf_linear_attention.attention.transformers_internals import cache_among, cache_argument
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, entries_of
 from hf_linear_attention.mechanisms.window import WindowAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
@@ -420,8 +421,9 @@ def continued(model: PreTrainedModel, prompts: Tensor, count: int, choose: Choic
     """`count` tokens after each of the prompts `[B, N]`, chosen from logits `[B, V]`; end tokens are not special."""
     ids, cache, chosen = prompts, None, []
     for _ in progress(range(count), "writing"):
-        outputs = model(input_ids=ids, past_key_values=cache, use_cache=True, **last_logits(model, 1))
-        ids, cache = choose(outputs.logits[:, -1].float())[:, None], outputs.past_key_values
+        past = cache_argument(model, cache) | last_logits(model, 1)
+        outputs = model(input_ids=ids, use_cache=True, **past)
+        ids, cache = choose(outputs.logits[:, -1].float())[:, None], cache_among(outputs.values())
         chosen.append(ids)
     return torch.cat(chosen, dim=1)
 

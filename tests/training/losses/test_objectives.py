@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from caches import past
 from recipes import recipe_of
 from runs import changed
 from torch import Tensor
@@ -159,7 +160,7 @@ def test_attention_transfer_compares_the_heads_on_the_softmax_model(llama_teache
         other.remove()
         mine: list = []
         other = layer.self_attn.o_proj.register_forward_pre_hook(lambda m, a: mine.append(a[0]))  # noqa: B023
-        layer.self_attn(**{**inputs[0], "past_key_values": None})
+        layer.self_attn(**inputs[0] | past(None))
         other.remove()
         for row in range(2):
             real = batch["attention_mask"][row].bool()
