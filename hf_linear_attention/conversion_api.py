@@ -162,8 +162,19 @@ def convert(
     with converting(), _refused_sizes(config):
         loaded: Any = linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
     # transformers returns (model, loading info) if it is asked for both
-    (loaded[0] if isinstance(loaded, tuple) else loaded).converted_from = os.fspath(model)
+    _name(loaded[0] if isinstance(loaded, tuple) else loaded, os.fspath(model))
     return loaded
+
+
+def _name(converted: Any, source: str) -> None:
+    """Record what a model was converted from, which is not its base: adapters and references do not fit the source.
+
+    PEFT and trl look for the base under `name_or_path`, and show this text where they do not find it. `save_pretrained`
+    puts the folder in its place.
+    """
+    converted.converted_from = source or "a model in memory"
+    name = f"a conversion of {converted.converted_from} that is not saved: call `save_pretrained(FOLDER)` on it first"
+    converted.name_or_path = converted.config.name_or_path = name
 
 
 def _check_arguments(model: Any, model_class: Any, from_pretrained: Any) -> None:
@@ -269,7 +280,7 @@ def _converted(
         module.linear_attention.start_from(module)
     if model.can_generate():
         converted.generation_config = copy.deepcopy(model.generation_config)
-    converted.converted_from = model.name_or_path or "a model in memory"
+    _name(converted, model.name_or_path)
     return converted.to(model.device).eval()
 
 

@@ -65,6 +65,7 @@ from .configuration_linear_attention import (
 from .extensions import extension, installed_package
 from .mechanisms.registry import MECHANISMS, refuse_shape
 from .positions.limit import limit_positions
+from .positions.padding import number_padded_rows
 from .positions.rotary import needs_rotary, rotary_of
 
 
@@ -239,6 +240,8 @@ def linearize(model: PreTrainedModel) -> None:
             module.register_forward_pre_hook(check_softmax_cache, with_kwargs=True)
     for settings, chosen in groups:
         _convert_layers(model, len(modules), settings, chosen)
+    if converted:
+        number_padded_rows(model)
 
 
 def _chosen(model: PreTrainedModel, modules: Sequence[Any], settings: Mapping[str, Any]) -> dict[int, Any]:
@@ -274,6 +277,8 @@ def _convert_layers(
             keep_softmax_heads(child, heads)  # of softmax heads
             if not child.num_growing:  # a config edited by hand
                 raise ValueError("`softmax_heads` needs code that this checkpoint lacks; install hf-linear-attention.")
+        for projection in child.replaced_projections:  # of stock forms
+            getattr(module, projection).requires_grad_(False)  # of stock forms
         if first is not None:
             child.share_with(first)
         first = first or child
@@ -284,7 +289,7 @@ def _convert_layers(
 
 
 def _swap(module: Any, mechanism: Any, config: Any, needed: str) -> None:
-    module.linear_attention = mechanism
+    module.linear_attention, module.linear_attention_parts = mechanism, tuple(mechanism.modules())
     module.linear_attention_enabled = True
     module.linear_attention_scaling = getattr(module, "scaling", None) or mechanism.shape.head_dim**-0.5
     module.linear_attention_is_causal = needed == "causal"

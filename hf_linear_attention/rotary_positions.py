@@ -21,10 +21,8 @@ from transformers import PreTrainedModel
 
 from .attention.architectures import attention_modules, layer_type, stock_class_of
 from .attention.calls import NotObservedError, attention_call, cos_and_sin, rotary_widths
+from .attention.transformers_internals import ROTARY_ARGUMENTS
 from .configuration_linear_attention import max_length_of
-
-
-ROTARY_ARGUMENTS = {"x", "position_ids"}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from .cache import (
     state_layer,  # of decoders
 )
 from .masks import attend_packed, linear_attention_mask, read_mask
-from .transformers_internals import FEATURE_ARGUMENTS, cache_among, foreign_cache, wants_attentions
+from .transformers_internals import FEATURE_ARGUMENTS, cache_among, foreign_cache, wants_attentions, weights_at_hand
 
 
 IMPLEMENTATION = "linear_attention"
@@ -101,6 +101,13 @@ class LinearizedAttention:
             NotImplementedError: for a cache of another type, as continuous batching passes.
             ValueError: if the layer computes softmax and the cache holds a linear state.
         """
+        parts = self.linear_attention_parts
+        if any("_hf_hook" in vars(part) for part in parts):
+            with weights_at_hand(parts):
+                return self._forward(*args, **kwargs)
+        return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         cache = cache_among((*args, *kwargs.values()))
         is_observed = self.linear_attention_observer is not None
         if self.linear_attention.needs_gates and (self.linear_attention_enabled or is_observed):
@@ -118,7 +125,8 @@ class LinearizedAttention:
             if layer is not None:
                 layer.claim(self.linear_attention.signature, self.linear_attention.num_growing)
         if self.linear_attention_skips_bias:
-            kwargs["position_bias"] = self.o.weight.new_zeros(1, 1, 1, 1)  # otherwise T5 would make one of size N x N
+            hidden = args[0] if args else kwargs["hidden_states"]
+            kwargs["position_bias"] = hidden.new_zeros(1, 1, 1, 1)  # otherwise T5 would make one of size N x N
         return super().forward(*args, **kwargs)
 
     def _gates(self, hidden_states: Any, is_observed: bool) -> torch.Tensor:
@@ -186,7 +194,16 @@ class LinearizedAttention:
         with torch.autocast(query.device.type, enabled=False) if is_autocast(query) else nullcontext():
             if wants_attentions(kwargs, self.model_config):
                 return self._attend_with_weights(inputs, state_layer)
-            return self._attend(inputs, state_layer), None
+            output = self._attend(inputs, state_layer)
+            return self._with_parameters(output) if self.training and torch.is_grad_enabled() else output, None
+
+    def _with_parameters(self, output: torch.Tensor) -> torch.Tensor:
+        """The output, on which every trainable parameter of the mechanism depends, if only with a gradient of 0.
+
+        A short input may need no far keys, and distributed training waits for the gradient of each parameter.
+        """
+        trained = [x for x in self.linear_attention.parameters() if x.requires_grad]
+        return output + sum(x.flatten()[:0].sum() for x in trained).to(output.dtype) if trained else output
 
     def mechanism_inputs(
         self,

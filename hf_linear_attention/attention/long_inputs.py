@@ -91,7 +91,8 @@ def _divided(forward: Callable[..., Any], config: Any, given: Mapping[str, Any],
     keep, mask = given.get("logits_to_keep", 0), given.get("attention_mask")
     use_cache = given.get("use_cache")
     use_cache = getattr(config, "use_cache", True) if use_cache is None else use_cache
-    returns_dict = given.get("return_dict", getattr(config, "return_dict", True))
+    returns_dict = given.get("return_dict")
+    returns_dict = getattr(config, "return_dict", True) if returns_dict is None else returns_dict
     name_of_cache: Any = next((name for name in CACHE_NAMES if name in given), None) or cache_name(forward)
     cache = cache_among(given.values())
     before = 0 if mask is None else mask.shape[1] - length

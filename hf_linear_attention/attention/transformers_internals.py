@@ -71,6 +71,8 @@ PER_TOKEN = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "token_type
 COLLECTED = ("output_attentions", "output_hidden_states", "output_router_logits")
 # The inputs of modules that use tables of learned positions (5.16 to 5.24).
 INPUTS = ("input_ids", "inputs_embeds", "input_embeds")
+# The arguments of modules that make the cos and sin of rotary positions (5.16 to 5.24).
+ROTARY_ARGUMENTS = {"x", "position_ids"}
 # Arguments that stock layers pass to the attention function, and the feature that each implements (5.16 to 5.24).
 FEATURE_ARGUMENTS = {
     "position_bias": "position_bias",
@@ -102,6 +104,37 @@ def foreign_cache(kwargs: Mapping[str, Any]) -> Any:
     """What stands in place of a cache and is none, such as the pages of keys of continuous batching (5.16 to 5.24)."""
     given = (kwargs.get(name) for name in CACHE_NAMES)
     return next((value for value in given if value is not None and not isinstance(value, Cache)), None)
+
+
+class _NoHook:
+    """In place of a hook of accelerate whose weights are there already."""
+
+    no_grad = False
+
+    def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs
+
+    def post_forward(self, module: Any, output: Any) -> Any:
+        return output
+
+
+@contextmanager
+def weights_at_hand(modules: Iterable[Any]) -> Iterator[None]:
+    """A context in which modules have the weights that accelerate has offloaded (`device_map`, `cpu_offload`).
+
+    accelerate (1.6 to 1.15) keeps them on `meta` and brings them for the forward of the module that owns them, in a
+    `_hf_hook`; mechanisms read weights of their parts elsewhere too.
+    """
+    hooks = {module: module._hf_hook for module in modules if "_hf_hook" in vars(module)}
+    for module, hook in hooks.items():
+        hook.pre_forward(module)
+        module._hf_hook = _NoHook()
+    try:
+        yield
+    finally:
+        for module, hook in hooks.items():
+            module._hf_hook = hook
+            hook.post_forward(module, None)
 
 
 def attention_implementation(config: Any) -> str:
@@ -152,6 +185,8 @@ class ModelHooks:
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As in transformers; after a conversion in Python also conversion_report.json and a model card."""
         super().save_pretrained(save_directory, *args, **kwargs)
+        if hasattr(self, "converted_from"):  # the base of adapters that are saved from now on
+            self.name_or_path = self.config.name_or_path = os.fspath(save_directory)
         is_converted = hasattr(self, "converted_from") or hasattr(self, "conversion_files")
         if is_converted and "after_saving" in EXTENSIONS and kwargs.get("is_main_process", True):
             EXTENSIONS["after_saving"](self, save_directory)

@@ -95,6 +95,8 @@ class AttentionMechanism(MechanismOptions, nn.Module):
     needs_positions = False
     # Whether the inputs have what `gates` computes from the hidden states of the layer.
     needs_gates = False
+    # The stock projections that only softmax attention reads, so that training must not count on their gradients.
+    replaced_projections: tuple[str, ...] = ()
     # Whether the state depends on the queries, so that `absorb` needs them.
     absorbs_queries = False
 

@@ -90,6 +90,7 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
         )
         if self.is_qwen3_5:  # of stock forms
             self.rule, sizes = Qwen35Rule(shape), ((heads, size),) * 3  # of stock forms
+            self.replaced_projections = ("q_proj", "k_proj", "v_proj")  # of stock forms
         if self.conv_size:
             self.convolutions.extend(ShortConvolution(*each, self.conv_size) for each in sizes)
         self.absorbs_queries = bool(self.conv_size) and not self.is_qwen3_5

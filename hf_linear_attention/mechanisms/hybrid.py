@@ -70,6 +70,8 @@ from .window import ORDINARY, Line, WindowAttention, WindowState
 
 # The share of the delta rule at the start, which leaves the untrained mechanism close to the window.
 INITIAL_SHARE = 0.02
+# Parameters that attention transfer alone trains.
+SCORES = ("score_projection", "score_slope")
 # The unit of positions in scores, so that one learning rate suits the slope and w.
 SLOPE_TOKENS = 64
 
@@ -112,8 +114,10 @@ class HybridAttention(HybridOptions, WindowAttention):
         self.keeps_positions = self.shift is not None
 
     def _add_exact_keys(self, shape: LayerShape) -> None:
-        self.score_projection = nn.Parameter(torch.empty(shape.num_key_value_heads, hidden_size_of(shape)))
-        self.score_slope = nn.Parameter(torch.empty(shape.num_key_value_heads))
+        # They only choose, so nothing but attention transfer has a gradient for them, and it alone asks for one.
+        heads, size = shape.num_key_value_heads, hidden_size_of(shape)
+        self.score_projection = nn.Parameter(torch.empty(heads, size), requires_grad=False)
+        self.score_slope = nn.Parameter(torch.empty(heads), requires_grad=False)
         self.needs_gates = True
         # Of a key farther away than the trained length, the logit is that at this distance, as with sinks.
         self.to_kept = RotaryShift(shape.rotary) if shape.rotary and self.trained_length else None

@@ -43,7 +43,7 @@ def with_gradients(function, mechanism, inputs):
     """The output, and the gradients of inputs and parameters."""
     output = function(*inputs)
     weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
-    wanted = [*inputs, *mechanism.parameters()]
+    wanted = [*inputs, *(x for x in mechanism.parameters() if x.requires_grad)]
     grads = torch.autograd.grad((output * weight).sum(), wanted, allow_unused=True)
     return [output, *(grad for grad in grads if grad is not None)]
 

@@ -110,10 +110,12 @@ def test_a_mask_of_another_size_is_refused(family, cached):
         with pytest.raises(ValueError, match=sizes):
             model(IDS[:, -new:], attention_mask=mask, **cache)
         assert not cache or next(iter(cache.values())).get_seq_length() == CACHED
-    for right in (PADDING, PADDING[:, CACHED:]) if cached else ():  # all tokens, or the new ones
+    places = (torch.arange(6) - PADDING.long().argmax(1, keepdim=True)).clamp(min=0)[:, CACHED:]
+    # all tokens, or the new ones, which do not tell how many were padding before them
+    for right, given in ((PADDING, {}), (PADDING[:, CACHED:], {"position_ids": places})) if cached else ():
         whole = model(IDS, attention_mask=PADDING).logits[:, CACHED:]
         old = cache_of(model(IDS[:, :CACHED], attention_mask=PADDING[:, :CACHED]))
-        output = model(IDS[:, CACHED:], attention_mask=right, **past(old)).logits
+        output = model(IDS[:, CACHED:], attention_mask=right, **given, **past(old)).logits
         real = PADDING[:, CACHED:]
         torch.testing.assert_close(output[real], whole[real], atol=1e-4, rtol=1e-4)
 

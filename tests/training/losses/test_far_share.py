@@ -175,7 +175,7 @@ def test_scores_learn_the_softmax_weights_behind_the_window() -> None:
 def test_transfer_trains_the_scores_and_its_value_is_the_error_of_the_outputs() -> None:
     model = with_scores(convert(stock_model("llama"), **HYBRID, num_exact_keys=3)).eval()
     batch = padded_batch([40, 33])
-    parameters = [p for name, p in model.named_parameters() if "score_" in name]
+    parameters = [p.requires_grad_() for name, p in model.named_parameters() if "score_" in name]
     seen = observed(model, batch)
     objective = far_share.AttentionTransfer(recipe_of(task="causal_lm", attention_transfer_weight=1.0))
     total = objective.total(batch, far_share.StudentOutputs(attention=tuple(seen)), None)

@@ -1,0 +1,151 @@
+"""What users of such libraries report: bases of adapters, padding on the left, missing gradients, offloading."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import peft
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from caches import cache_of, past
+from matrix import stock_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_linear_attention import convert
+
+
+IDS = torch.randint(3, 64, (1, 20), generator=torch.Generator().manual_seed(0))
+PADS = 30
+MECHANISMS = {
+    "hybrid": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_exact_keys": 3, "num_features": 16},
+    "linear": {"mechanism": "linear", "num_features": 16},
+    "gated": {"mechanism": "linear", "num_features": 16, "decay": "gated", "input_gate": True},
+    "gated_delta": {"mechanism": "gated_delta", "num_features": 8},
+    "mixed": {"mechanism": "linear", "num_features": 16, "layers": [1]},
+    "performer": {"mechanism": "performer", "num_features": 16},
+}
+
+
+FURTHER = {
+    "no exact keys": {**MECHANISMS["hybrid"], "num_exact_keys": 0},
+    "qwen3_5": {"mechanism": "gated_delta", "form": "qwen3_5"},
+}
+# Scores, which attention transfer alone trains, and projections that only softmax attention reads.
+FROZEN = {"hybrid": {"score_projection", "score_slope"}, "qwen3_5": {"weight"}}
+
+
+def noisy(model):
+    """The model with mechanisms that are not at their start, where some parameters do nothing."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".linear_attention." in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def test_an_adapter_of_a_conversion_names_no_base_before_it_is_saved(tmp_path):
+    model = convert(stock_model("llama"), **MECHANISMS["linear"])
+    adapter = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        peft.get_peft_model(model, adapter).save_pretrained(tmp_path / "early")
+    assert any("is not saved: call `save_pretrained(FOLDER)` on it first" in str(w.message) for w in found)
+    with pytest.raises(OSError, match="is not saved: call `save_pretrained"):
+        peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "early")
+
+
+@pytest.mark.parametrize("given", ["folder", "loaded"])
+def test_a_saved_conversion_is_the_base_of_its_adapters(given, tmp_path):
+    stock_model("llama").save_pretrained(tmp_path / "source")
+    source = tmp_path / "source" if given == "folder" else AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    model = convert(source, **MECHANISMS["linear"])
+    assert model.converted_from == str(tmp_path / "source")
+    model.save_pretrained(tmp_path / "converted")
+    assert "name_or_path" not in json.loads((tmp_path / "converted" / "config.json").read_text())
+    adapter = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, adapter).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=IDS).logits, adapted(input_ids=IDS).logits)
+
+
+# Two orders of float32 sums over at most 50 tokens; positions that are off by the padding move logits by 0.01 or more.
+TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_padding_on_the_left_without_positions_changes_nothing(family, name):
+    stock = stock_model(family)
+    model = noisy(convert(stock, **MECHANISMS[name])).eval()
+    long = torch.randint(3, 64, (1, PADS + IDS.shape[1]), generator=torch.Generator().manual_seed(2))
+    ids = torch.cat((nn.functional.pad(IDS, (PADS, 0)), long))
+    mask = torch.ones_like(ids)
+    mask[0, :PADS] = 0
+    torch.testing.assert_close(stock(ids, attention_mask=mask).logits[:1, PADS:], stock(IDS).logits, **TOLERANCE)
+    whole = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(whole[:1, PADS:], model(IDS).logits, **TOLERANCE)
+    torch.testing.assert_close(whole[1:], model(long).logits, **TOLERANCE)
+    if name != "performer":  # whose positions are those of the stock layers
+        split = PADS + 5
+        first = model(ids[:, :split], attention_mask=mask[:, :split], use_cache=True)
+        second = model(ids[:, split:], attention_mask=mask, **past(cache_of(first)))
+        torch.testing.assert_close(second.logits, whole[:, split:], **TOLERANCE)
+    embeddings = model.get_input_embeddings()(ids)
+    torch.testing.assert_close(model(inputs_embeds=embeddings, attention_mask=mask).logits, whole, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_mask_that_does_not_tell_positions_is_warned_of_once(caplog):
+    model = convert(stock_model("llama"), **MECHANISMS["linear"])
+    mask = torch.ones(20, 20, dtype=torch.bool).tril()
+    model(IDS, attention_mask=mask[None, None])
+    assert not caplog.records
+    mask = mask & (torch.arange(20) > 2)
+    for _ in range(2):
+        model(IDS, attention_mask=mask[None, None])
+    assert len([r for r in caplog.records if "padding on the left, no `position_ids`" in r.message]) == 1
+
+
+@pytest.mark.parametrize("length", [1, 4, 20])
+@pytest.mark.parametrize("name", [*MECHANISMS, *FURTHER])
+def test_every_trainable_parameter_gets_a_gradient(name, length):
+    model = convert(stock_model("llama"), **(MECHANISMS | FURTHER)[name]).train()
+    ids = IDS[:, :length].repeat(2, 1)
+    model(ids, labels=ids).loss.backward() if length > 1 else model(ids).logits.sum().backward()
+    assert not [name for name, x in model.named_parameters() if x.requires_grad and x.grad is None]
+    frozen = {name.rpartition(".")[2] for name, x in model.named_parameters() if not x.requires_grad}
+    assert frozen == FROZEN.get(name, set())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_offloaded_weights_are_brought(name, offload, tmp_path):
+    model = noisy(convert(stock_model("llama"), **MECHANISMS[name]))
+    logits, text = model(IDS).logits, model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    if offload == "cpu":
+        cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    for _ in range(2):
+        assert torch.equal(model(IDS).logits, logits)
+    assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0), text)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@torch.no_grad()
+def test_none_is_a_default(monkeypatch):
+    monkeypatch.setattr("hf_linear_attention.attention.long_inputs.LONGEST_UNDIVIDED", 8)
+    monkeypatch.setattr("hf_linear_attention.attention.long_inputs.CHUNK_SIZE", 6)
+    model = convert(stock_model("llama"), **MECHANISMS["linear"])
+    output = model(IDS, return_dict=None, use_cache=None, labels=None)
+    assert output.logits.shape == (1, 20, 64)
+    torch.testing.assert_close(output.logits[:, :8], model(IDS[:, :8]).logits, **TOLERANCE)
