@@ -19,7 +19,7 @@ from hf_linear_attention._common.heads import Head, Inputs, head_of
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.attention.architectures import attention_modules
 from hf_linear_attention.attention.layer import LinearizedCrossAttention
-from hf_linear_attention.attention.survey import converted_features
+from hf_linear_attention.attention.survey import converted_features, is_bounded
 from hf_linear_attention.attention.transformers_internals import loaded_names
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.options import SIZES
@@ -98,7 +98,8 @@ class Plan:
     """The whole conversion.
 
     `model` is the converted model on the meta device. `tied` tensors are shared with a mapped tensor and are not
-    stored. `extension` is that of the learned positions.
+    stored. `extension` is that of the learned positions. `num_bounded` layers keep softmax with a
+    sliding window or chunks of their own.
     """
 
     model: PreTrainedModel
@@ -112,6 +113,7 @@ class Plan:
     tied: list[TensorPlan]
     dropped_features: list[str]
     extension: Extension | None = None
+    num_bounded: int = 0
 
     @property
     def stock_form(self) -> str | None:
@@ -176,6 +178,7 @@ class Plan:
         sizes = self.state_sizes if len(self.state_sizes) > 1 else {}
         return {
             "layers converted": f"{len(self.layers)} of {self.num_layers}",
+            **({"layers that keep a sliding window": self.num_bounded} if self.num_bounded else {}),
             "weights": self.weights["total"],
             "new weights": self.weights["new"],
             "state bytes per sequence": self.state_bytes,
@@ -242,7 +245,8 @@ def make_plan(
             model = linear_model_class(stock_class)(config)
     converted = linear_attention_modules(model)
     tensors = _tensor_plans(source, model, extension)
-    names = list(self_attention_modules(model))
+    attention = self_attention_modules(model)
+    names = list(attention)
     if any(entry["cross_attention"] for entry in entries_of(config.linear_attention)):
         names += attention_modules(model, cross=True)
     return Plan(
@@ -257,6 +261,7 @@ def make_plan(
         dropped_features=_dropped_features(model, {names.index(name): module for name, module in converted.items()}),
         **tensors,
         extension=extension,
+        num_bounded=sum(is_bounded(x) for x in attention.values() if x not in set(converted.values())),
     )
 
 

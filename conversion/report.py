@@ -245,12 +245,17 @@ def _state_text(plan: Plan) -> str:
         text = f"{next(iter(sizes.values())):,} bytes per layer"
     else:
         text = "bytes per layer: " + "; ".join(f"{size:,} in {layers}" for layers, size in sizes.items())
-    text += f"{',' if len(sizes) == 1 else ';'} {plan.state_bytes:,} in all, per sequence of any length"
+    others = plan.num_layers - len(plan.layers) if plan.head.task == "causal_lm" else 0
+    which = "all" if not others else f"the {len(plan.layers)} converted layers"
+    text += f"{',' if len(sizes) == 1 else ';'} {plan.state_bytes:,} in {which}, per sequence of any length"
     if plan.head.task == "causal_lm" and plan.state_bytes:
         cache = sum(layer.cache_bytes_per_token for layer in plan.layers if layer.state_bytes)
         text += f" (the size of a key-value cache of {plan.state_bytes // cache} tokens)"
     if plan.growing_bytes_per_token:
         text += f"; heads with softmax add {plan.growing_bytes_per_token:,} bytes per token"
+    if others:
+        kinds = {"a sliding window": plan.num_bounded, "a cache that grows": others - plan.num_bounded}
+        text += f"; other layers have {' and '.join(f'{kind} ({count})' for kind, count in kinds.items() if count)}"
     return text
 
 

@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from .attention.layer import LinearizedCrossAttention
-from .attention.survey import NoRotaryError, RotaryError
+from .attention.survey import BoundedLayersError, NoRotaryError, RotaryError
 from .attention.transformers_internals import base_model_class, converting
 from .attention_observation import ObservedAttention, observe_attention
 from .configuration_linear_attention import entries_of, linear_config_class, max_length_of, model_heads
@@ -166,7 +166,7 @@ def convert(
     return loaded
 
 
-def _name(converted: Any, source: str) -> None:
+def _name(converted: Any, source: str | None) -> None:
     """Record what a model was converted from, which is not its base: adapters and references do not fit the source.
 
     PEFT and trl look for the base under `name_or_path`, and show this text where they do not find it. `save_pretrained`
@@ -205,9 +205,12 @@ def _convert_config(
 ) -> Any:
     """`convert_config` with the default settings where no mechanism is named."""
     further: Any = {"model_class": model_class, "extension": extension}
-    if settings is not None or "mechanism" in given or hasattr(config, "linear_attention"):
+    is_bare = "mechanism" not in given
+    may_leave_out = "layers" not in given and not is_by_layer(given) and getattr(config, "layer_types", None)
+    if settings is not None or hasattr(config, "linear_attention") or not (is_bare or may_leave_out):
         return convert_config(config, settings, **further, **given)
-    complete = {**DEFAULTS[direction_of(config, bool(given.get("cross_attention")))], **given}
+    defaults = DEFAULTS[direction_of(config, bool(given.get("cross_attention")))] if is_bare else {}
+    complete = {**defaults, **given}
 
     def make(settings: Any) -> Any:
         found = convert_config(config, **further, **settings)
@@ -222,7 +225,8 @@ def with_defaults(make: Callable[[Any], Any], settings: Any, given: Container[st
     """`make(settings)`, without those default settings that it refuses; a warning names them.
 
     A model may have no rotary positions, or not of the usual kind. Exact keys need hidden states and no ALiBi; where
-    they are impossible, the window is longer by as many tokens.
+    they are impossible, the window is longer by as many tokens. Layers with a sliding window stay as they are where the
+    others have full attention.
 
     Args:
         settings: `linear_attention`, or a list for layers with different settings.
@@ -243,7 +247,12 @@ def with_defaults(make: Callable[[Any], Any], settings: Any, given: Container[st
             if entries == [*entries_of(settings)]:
                 raise
             settings = entries[0] if isinstance(settings, Mapping) else entries
-            if not isinstance(cause, NoRotaryError):
+            if isinstance(cause, BoundedLayersError):
+                notes.append(
+                    "Layers with a sliding window or chunks of their own stay as they are; those of full attention are "
+                    "converted (`layers` = `full_attention`)."
+                )
+            elif not isinstance(cause, NoRotaryError):
                 instead = "`rope` = `before_map`" if isinstance(cause, RotaryError) else "`num_exact_keys` = 0"
                 notes.append(f"{str(cause).rstrip('.')}. The model is converted with {instead}.")
     for note in notes:
@@ -253,10 +262,13 @@ def with_defaults(make: Callable[[Any], Any], settings: Any, given: Container[st
 
 def _without_refused(entry: Mapping[str, Any], error: BaseException, given: Container[str]) -> dict[str, Any]:
     """One entry of settings without the default that is refused by `error`, if there is one."""
+    if isinstance(error, BoundedLayersError):
+        is_free = "layers" not in given and entry.get("layers", "all") == "all"
+        return {**entry, "layers": "full_attention"} if is_free else dict(entry)
     if isinstance(error, RotaryError):
         return {name: value for name, value in entry.items() if name != "rope" or "rope" in given}
     exact = entry.get("num_exact_keys")
-    if entry["mechanism"] != "hybrid" or exact == 0 or "num_exact_keys" in given:
+    if entry.get("mechanism") != "hybrid" or exact == 0 or "num_exact_keys" in given:
         return dict(entry)
     longer = {"window_size": entry["window_size"] + exact} if exact and "window_size" not in given else {}
     return {**entry, "num_exact_keys": 0, **longer}

@@ -145,6 +145,19 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             )
         self.signature, self.num_growing, self.is_claimed = signature, num_growing, True
 
+    def leave_inference_mode(self) -> None:
+        """Copy tensors that were made under `torch.inference_mode`, if it has ended: autograd refuses to save them, and
+        torch to write over them."""
+        held = (*(self.state or ()), *(self.pending or ()), *(x for tokens in self.recorded for x in tokens))
+        if torch.is_inference_mode_enabled() or not any(x is not None and x.is_inference() for x in held):
+            return
+        if self.static:
+            self.cumulative_length = self.cumulative_length.clone()
+        state, self.state = self.state, None
+        self._map_batch(torch.clone)
+        if state is not None:
+            self.store(tuple(x.clone() for x in state))
+
     def refuse_other_rows(self, num_rows: int) -> None:
         """Raise ValueError if the stored state has another batch size."""
         if (cached := self.num_rows) not in (None, num_rows):

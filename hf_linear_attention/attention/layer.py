@@ -25,7 +25,14 @@ from .cache import (
     state_layer,  # of decoders
 )
 from .masks import attend_packed, linear_attention_mask, read_mask
-from .transformers_internals import FEATURE_ARGUMENTS, cache_among, foreign_cache, wants_attentions, weights_at_hand
+from .transformers_internals import (
+    FEATURE_ARGUMENTS,
+    attention_implementation,
+    cache_among,
+    foreign_cache,
+    wants_attentions,
+    weights_at_hand,
+)
 
 
 IMPLEMENTATION = "linear_attention"
@@ -230,12 +237,27 @@ class LinearizedAttention:
         if is_causal is None or attention_mask is not None or query.shape[2] == 1:
             # Moonshine passes False if a mask hides the future, or if there is no future to hide.
             is_causal = self.linear_attention_is_causal
+        self._refuse_implementation(attention_mask)
         mask = None if attention_mask is None else self._read_mask(attention_mask, key, seen, is_causal)
         inputs = MechanismInputs(query, key, value, mask, scaling, is_causal, gates=gates)
         if self.linear_attention.needs_positions and self.linear_attention_backend is None:
             positions = self._positions(position_ids, query, seen)
             inputs = self.linear_attention.prepare(inputs._replace(positions=positions))
         return inputs
+
+    def _refuse_implementation(self, mask: Any) -> None:
+        """Refuse the masks of attention functions that have their own, or none where there is padding."""
+        name = attention_implementation(self.model_config) or ""
+        if name.startswith("paged|"):
+            raise ValueError(
+                f"Got `attn_implementation` = `{name}`, with which transformers makes no mask for linear attention, so "
+                "that padding would count. Choose `sdpa` or `eager`."
+            )
+        if mask is not None and not isinstance(mask, torch.Tensor):
+            raise ValueError(
+                f"Got an attention mask of type {type(mask).__name__}, as `attn_implementation` = `{name}` makes it; "
+                "linear attention reads masks that are tensors. Choose `sdpa` or `eager`."
+            )
 
     def _positions(self, position_ids: torch.Tensor | None, query: torch.Tensor, seen: int) -> torch.Tensor:
         """`position_ids`, or where the stock model keeps them from its layers the numbers of the tokens, as it does."""
@@ -285,6 +307,8 @@ class LinearizedAttention:
             )
         if state_layer is None:
             return self.linear_attention(inputs, None)[0]
+        if not is_tracing():
+            state_layer.leave_inference_mode()
         in_place = (state_layer.static or (state_layer.owns_state and not is_tracing())) and not state_layer.record_past
         if state_layer.pending is not None:
             self._absorb_pending(state_layer, inputs.scaling)

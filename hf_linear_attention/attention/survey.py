@@ -55,6 +55,10 @@ class NoRotaryError(RotaryError):
     """The model has no rotary positions, so that all values of the setting `rope` mean the same."""
 
 
+class BoundedLayersError(ValueError):
+    """Some layers have a sliding window or chunks, and can stay as they are: all others have `full_attention`."""
+
+
 Group = tuple[dict[str, Any], Mapping[int, Any]]
 
 
@@ -140,7 +144,8 @@ def refuse_features(model: Any, converted: Mapping[int, Any], drop: Collection[s
                 f"or convert them without it: set `drop` to a list with {listed} (`--drop {','.join(names)}`)"
             )
     if problems:
-        raise ValueError(
+        is_bounded = others == "full_attention" and set(kept) <= {"sliding_window", "chunked_attention"}
+        raise (BoundedLayersError if is_bounded else ValueError)(
             f"{type(model).__name__} has attention that linear attention cannot reproduce:\n"
             + "\n".join(f"  - {problem}" for problem in problems)
         )
@@ -186,6 +191,11 @@ def _sinks(module: Any) -> str | None:
 def _selection(module: Any) -> str | None:
     is_sparse = _passes(module, "sparse_attention") and layer_type(module) != "full_attention"
     return "attends to a selection of the keys" if is_sparse else None
+
+
+def is_bounded(module: Any) -> bool:
+    """Whether the original attention sees a window or chunk only, so that its cache does not grow without end."""
+    return _window(module) is not None or _chunk(module) is not None
 
 
 def _window(module: Any) -> str | None:

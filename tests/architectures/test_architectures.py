@@ -261,7 +261,7 @@ def test_what_cannot_be_honoured_is_refused_and_can_be_dropped(row):
         return
     for feature in drop:
         with pytest.raises(ValueError, match=f"to a list with .*`{feature}`"):
-            convert(stock, **SETTINGS, drop=[other for other in drop if other != feature])
+            convert(stock, **SETTINGS, layers="all", drop=[other for other in drop if other != feature])
     model = convert(stock, **SETTINGS, drop=drop)
     assert torch.isfinite(outputs(model, inputs_of(stock))).all()
     if kind_of(row) == "decoders":
@@ -273,10 +273,12 @@ def test_layers_of_full_attention_alone():
         "gemma3_text", sliding_window=4, layer_types=["sliding_attention", "full_attention"] * 2, num_hidden_layers=4
     )
     with pytest.raises(ValueError, match="set `layers` to `full_attention`"):
-        convert(stock, **SETTINGS)
-    model = convert(stock, **SETTINGS, layers="full_attention")
-    assert [name.split(".")[2] for name in linear_attention_modules(model)] == ["1", "3"]
-    assert_cached_is_recomputed(model)
+        convert(stock, **SETTINGS, layers="all")
+    for given in ({**SETTINGS, "layers": "full_attention"}, SETTINGS, {}):  # layers that are bounded already stay
+        model = convert(stock, **given)
+        assert [name.split(".")[2] for name in linear_attention_modules(model)] == ["1", "3"]
+        assert model.config.linear_attention["layers"] == "full_attention"
+        assert_cached_is_recomputed(model)
     with pytest.raises(ValueError, match="no layer of this type"):
         convert(stock_of("llama"), **SETTINGS, layers="full_attention")
 

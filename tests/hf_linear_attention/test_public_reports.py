@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 
 import peft
@@ -12,7 +13,7 @@ from accelerate import cpu_offload, disk_offload
 from caches import cache_of, past
 from matrix import stock_model
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, StaticCache
 
 from hf_linear_attention import convert
 
@@ -149,3 +150,33 @@ def test_none_is_a_default(monkeypatch):
     output = model(IDS, return_dict=None, use_cache=None, labels=None)
     assert output.logits.shape == (1, 20, 64)
     torch.testing.assert_close(output.logits[:, :8], model(IDS[:, :8]).logits, **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", ["all", [1]], ids=str)
+@pytest.mark.parametrize("implementation", ["flex_attention", "paged|sdpa", "paged|eager"])
+def test_masks_of_other_kinds_are_refused_by_name(implementation, layers):
+    model = convert(stock_model("llama"), **MECHANISMS["linear"] | {"layers": layers})
+    model.config._attn_implementation = implementation
+    with pytest.raises(ValueError, match=rf"`attn_implementation` = `{re.escape(implementation)}`.* Choose `sdpa` or"):
+        model(IDS, attention_mask=torch.ones_like(IDS))
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", [name for name in MECHANISMS if name != "mixed"])  # stock static layers fail as well
+def test_a_cache_from_inference_mode_goes_on_outside(name, static):
+    model = convert(stock_model("llama"), **MECHANISMS[name]).eval()
+    with torch.no_grad():
+        expected = model(IDS).logits[:, 12:]
+    with torch.inference_mode():
+        given = past(StaticCache(config=model.config, max_cache_len=24)) if static else {}
+        cache = cache_of(model(IDS[:, :12], use_cache=True, **given))
+        model(IDS[:, 12:13], **past(cache))
+    found = []
+    for step in range(13, 20):
+        with torch.no_grad() if step % 3 else torch.enable_grad():
+            found.append(model(IDS[:, step : step + 1], **past(cache)).logits)
+    torch.testing.assert_close(torch.cat(found, dim=1), expected[:, 1:], **TOLERANCE)
+    if not static:
+        model(IDS[:, :1], **past(cache)).logits.sum().backward()
+        assert model.get_input_embeddings().weight.grad.abs().max() > 0
