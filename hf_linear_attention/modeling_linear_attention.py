@@ -278,7 +278,8 @@ def _convert_layers(
             if not child.num_growing:  # a config edited by hand
                 raise ValueError("`softmax_heads` needs code that this checkpoint lacks; install hf-linear-attention.")
         for projection in child.replaced_projections:  # of stock forms
-            getattr(module, projection).requires_grad_(False)  # of stock forms
+            if hasattr(module, projection):  # of stock forms
+                getattr(module, projection).requires_grad_(False)  # of stock forms
         if first is not None:
             child.share_with(first)
         first = first or child

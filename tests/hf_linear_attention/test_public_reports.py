@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, StaticCache
 
 from hf_linear_attention import convert
+from hf_linear_attention.positions import padding
 
 
 IDS = torch.randint(3, 64, (1, 20), generator=torch.Generator().manual_seed(0))
@@ -104,6 +105,7 @@ def test_padding_on_the_left_without_positions_changes_nothing(family, name):
 
 @torch.no_grad()
 def test_a_mask_that_does_not_tell_positions_is_warned_of_once(caplog):
+    type(padding.logger).warning_once.cache_clear()  # another test may have had the warning
     model = convert(stock_model("llama"), **MECHANISMS["linear"])
     mask = torch.ones(20, 20, dtype=torch.bool).tril()
     model(IDS, attention_mask=mask[None, None])

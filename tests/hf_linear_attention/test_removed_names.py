@@ -18,7 +18,7 @@ from matrix import stock_config
 from hf_linear_attention import convert_config
 from hf_linear_attention._common.command_line import run_command
 from hf_linear_attention._common.errors import ConversionError, UsageError
-from hf_linear_attention.attention.transformers_internals import TESTED
+from hf_linear_attention.attention import transformers_internals
 from hf_linear_attention.modeling_linear_attention import linear_model_class
 
 
@@ -45,12 +45,12 @@ def test_nothing_needs_the_old_names():
 
 def test_the_tested_version_is_the_pinned_one():
     pinned = (HERE.parents[1] / "constraints.txt").read_text().split("\ntransformers==")[1].split()[0]
-    assert tuple(map(int, pinned.split(".")[:2])) == TESTED
+    assert tuple(map(int, pinned.split(".")[:2])) == transformers_internals.TESTED
 
 
 def test_an_error_names_a_newer_version(monkeypatch, capsys):
     said = 'transformers 5.99.0.dev0 is newer than 5.24, .*; if that is why, `pip install "transformers<=5.24.99"`, or'
-    monkeypatch.setattr(transformers, "__version__", "5.99.0.dev0")
+    monkeypatch.setattr(f"{transformers_internals.__name__}.transformers.__version__", "5.99.0.dev0")
     monkeypatch.setattr("hf_linear_attention.modeling_linear_attention.CLASSES", {})
     model = linear_model_class(transformers.LlamaForCausalLM)(convert_config(stock_config("llama")))
     with pytest.raises(TypeError) as found:

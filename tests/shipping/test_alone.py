@@ -389,7 +389,9 @@ def test_what_linear_attention_lacks_is_refused_before_weights_are_read(name, tm
     source.mkdir()
     (source / "config.json").write_text(json.dumps(fields))
     save_file({"none_of_the_model": torch.zeros(1)}, source / "model.safetensors")
-    code, _, error = run("--model_name_or_path", source, "--output_dir", tmp_path / "converted", *SETTINGS)
+    code, _, error = run(
+        "--model_name_or_path", source, "--output_dir", tmp_path / "converted", *SETTINGS, "--layers", "all"
+    )
     assert HUB_CONFIGS[name].refused in error
     assert code == 2
     assert not (tmp_path / "converted").exists()
