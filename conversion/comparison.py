@@ -37,8 +37,10 @@ from hf_linear_attention.conversion.pipeline import Conversion, calibrated, load
 from hf_linear_attention.conversion.plan import stock_config
 from hf_linear_attention.conversion.report import aligned
 from hf_linear_attention.conversion.source import Source, open_source
-from hf_linear_attention.conversion.verification import LOGITS, MOST_TOKENS, TEXTS, divergence
+from hf_linear_attention.conversion.verification import MOST_TOKENS, TEXTS
 from hf_linear_attention.default_settings import direction_of
+from hf_linear_attention.training.losses.divergence import divergence
+from hf_linear_attention.training.losses.output_layer import ByRow, Rows
 from hf_linear_attention.training.losses.outputs import mean_pooled
 from hf_linear_attention.training.presets import load_preset, preset_names, settings_for, stages_of
 
@@ -202,21 +204,30 @@ def distance(
 
     The original's output is that of the stock model; both models are in float32.
     """
-    student, total, count, measure = student.float().eval(), 0.0, 0, "cosine"
+    total, count, measure = 0.0, 0, "cosine"
+    pair = [ByRow(model) for model in (student.float().eval(), teacher)]
     for batch in progress(batches, "measuring"):
-        student_output, teacher_output = (model(**batch) for model in (student, teacher))
-        name = next((name for name in LOGITS if teacher_output.get(name) is not None), None)
-        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-        if name is None:
+        batch = {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}
+        mask = batch["attention_mask"]
+        (student_output, mine), (teacher_output, yours) = (_outputs(by_row, batch) for by_row in pair)
+        if mine is None or yours is None:
             outputs = (student_output, teacher_output)
             a, b = (mean_pooled(output.last_hidden_state.float(), mask) for output in outputs)
             found = F.cosine_similarity(a, b, dim=-1)
         else:
-            measure = "kl"
-            found = divergence(student_output[name], teacher_output[name])
-            found = found[mask.bool()] if found.shape == mask.shape else found
+            measure, rows = "kl", mine.all()
+            rows = rows[mask.flatten().bool()] if len(rows) == mask.numel() else rows
+            found = _divergences(mine, yours, rows)
         total, count = total + found.double().sum().item(), count + found.numel()
     return {"measure": measure, "before": total / max(count, 1)}
+
+
+def _outputs(by_row: ByRow, batch: dict[str, torch.Tensor]) -> tuple[Any, Rows | None]:
+    return by_row.outputs(batch, lambda: by_row.model(**batch))
+
+
+def _divergences(mine: Rows, yours: Rows, rows: torch.Tensor) -> torch.Tensor:
+    return mine.read(rows, lambda logits, part: divergence(logits, yours(part)))
 
 
 def _costs(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]:

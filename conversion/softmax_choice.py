@@ -42,11 +42,11 @@ from hf_linear_attention.conversion.calibration_data import RealInputs
 from hf_linear_attention.conversion.options import ConversionArguments
 from hf_linear_attention.conversion.plan import Plan, make_plan
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.conversion.verification import divergence
 from hf_linear_attention.layer_ranges import parse_layers, with_softmax_heads
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch
-from hf_linear_attention.training.losses.outputs import run_model
+from hf_linear_attention.training.losses.divergence import divergence
+from hf_linear_attention.training.losses.output_layer import ByRow, Rows
 
 
 logger = logging.getLogger(__name__)
@@ -274,16 +274,17 @@ def rank_layers(
     """
     layers = _converted(student)
     sums = dict.fromkeys([None, *layers], 0.0)
-    tokens = 0.0
+    tokens, by_row = 0.0, ByRow(student)
+    of_teacher = by_row if teacher is None else ByRow(teacher)
     for batch in progress(batches, "ranking"):
         batch = {name: value.to(student.device) for name, value in batch.items()}
         mask = batch["attention_mask"].bool()
         with softmax_attention(student) if teacher is None else nullcontext():
-            target = run_model(student if teacher is None else teacher, batch, None)
+            target = of_teacher.outputs(batch)
         tokens += float(mask.sum())
         for layer in sums:
             with nullcontext() if layer is None else softmax_attention(student, [layer]):
-                sums[layer] += float(_divergence(run_model(student, batch, None), target, mask))
+                sums[layer] += float(_divergence(by_row.outputs(batch), target, mask))
     means = {layer: total / max(tokens, 1.0) for layer, total in sums.items()}
     gains = [{"layer": n, "divergence": means[n], "gain": means[None] - means[n]} for n in layers]
     return sorted(gains, key=lambda entry: -entry["gain"])
@@ -293,14 +294,16 @@ def _converted(model: PreTrainedModel) -> list[int]:
     return [module.linear_attention.shape.layer for module in linear_attention_modules(model).values()]
 
 
-def _divergence(student: Any, teacher: Any, mask: Tensor) -> Tensor:
-    """The divergence of the student's outputs from the teacher's, summed over real tokens."""
-    if getattr(student, "logits", None) is None:
-        s, t = student.last_hidden_state.float()[mask], teacher.last_hidden_state.float()[mask]
+def _divergence(student: tuple[Any, Rows | None], teacher: tuple[Any, Rows | None], mask: Tensor) -> Tensor:
+    """The divergence of the student's outputs and logits from the teacher's, summed over real tokens."""
+    mine, yours = student[1], teacher[1]
+    if mine is None or yours is None:
+        s, t = (outputs.last_hidden_state.float()[mask] for outputs in (student[0], teacher[0]))
         return ((s - t).square().sum(-1) / t.square().sum(-1).clamp(min=1e-12)).sum()
-    if student.logits.ndim == 2:  # classes of a whole text, weighted by its number of tokens
-        return (divergence(student.logits, teacher.logits) * mask.sum(-1)).sum()
-    return divergence(student.logits[mask], teacher.logits[mask]).sum()
+    # Classes of a whole text are weighted by its number of tokens.
+    weights = mask.sum(-1) if len(mine.inputs) == len(mask) else mask.flatten()
+    rows = weights.nonzero().squeeze(-1)
+    return (mine.read(rows, lambda logits, part: divergence(logits, yours(part))) * weights[rows]).sum()
 
 
 def with_softmax_layers(model: PreTrainedModel, layers: Iterable[int]) -> PreTrainedModel:
@@ -436,36 +439,44 @@ def rank_heads(model: PreTrainedModel, retrieval: Tensor, text: Sequence[Batch] 
         text: padded batches.
     """
     modules = list(linear_attention_modules(model).values())
+    by_row = ByRow(model)
     with softmax_attention(model):
-        before = _losses(model, retrieval, text)
+        before = _losses(by_row, retrieval, text)
     scores = []
     heads = [(module, head) for module in modules for head in range(module.linear_attention.shape.num_heads)]
     for module, head in progress(heads, "ranking"):
         with _only_one_linear_head(model, module, head):
-            found = _losses(model, retrieval, text)
+            found = _losses(by_row, retrieval, text)
         rises = {name: found[name] - before[name] for name in found}
         place = {"layer": module.linear_attention.shape.layer, "head": head}
         scores.append({**place, "text": None, **rises, "score": sum(rises.values())})
     return sorted(scores, key=lambda entry: -entry["score"])
 
 
-def _losses(model: PreTrainedModel, retrieval: Tensor, text: Sequence[Batch] | None) -> dict[str, float]:
+def _losses(by_row: ByRow, retrieval: Tensor, text: Sequence[Batch] | None) -> dict[str, float]:
     """The nats per token on the second copy of the random tokens and, if there is one, on the text."""
-    ids = retrieval.to(model.device)
-    length = ids.shape[1] // 2
-    logits = model(input_ids=ids, use_cache=False).logits[:, length:-1].float()
-    losses = {"retrieval": F.cross_entropy(logits.flatten(0, 1), ids[:, length + 1 :].flatten()).item()}
+    ids = retrieval.to(by_row.model.device)
+    second = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape) > ids.shape[1] // 2
+    losses = {"retrieval": _nats(by_row, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, second)[0]}
     if text is None:
         return losses
-    total, count = 0.0, 0
+    found = []
     for batch in text:
-        batch = {name: value.to(model.device) for name, value in batch.items()}
-        mask = batch["attention_mask"].bool()
-        real = mask[:, 1:] & mask[:, :-1]
-        logits = model(**batch, use_cache=False).logits[:, :-1].float()
-        total += F.cross_entropy(logits[real], batch["input_ids"][:, 1:][real], reduction="sum").item()
-        count += int(real.sum())
-    return {**losses, "text": total / max(count, 1)}
+        batch = {name: value.to(by_row.model.device) for name, value in batch.items()}
+        found.append(_nats(by_row, batch, batch["attention_mask"].bool()))
+    count = sum(number for _, number in found)
+    return {**losses, "text": sum(mean * number for mean, number in found) / max(count, 1)}
+
+
+def _nats(by_row: ByRow, batch: Batch, mask: Tensor) -> tuple[float, int]:
+    """The mean nats of the tokens in `mask` whose predecessor is not padding, and their number."""
+    predicted = mask[:, 1:] & batch["attention_mask"][:, :-1].bool()
+    rows = F.pad(predicted, (0, 1)).flatten().nonzero().squeeze(-1)
+    targets = batch["input_ids"].roll(-1, dims=1).flatten()
+    nats = by_row.rows(batch).read(
+        rows, lambda logits, part: F.cross_entropy(logits.float(), targets[part], reduction="none")
+    )
+    return nats.sum().item() / max(len(rows), 1), len(rows)
 
 
 @contextlib.contextmanager

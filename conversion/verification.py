@@ -29,12 +29,13 @@ from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.positions.rotary import LearnedDecay
+from hf_linear_attention.training.losses.divergence import divergence
 from hf_linear_attention.training.losses.objectives import relative_head_error
+from hf_linear_attention.training.losses.output_layer import ByRow, Rows
 from hf_linear_attention.training.recipe import MECHANISM
 
 
 LM_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
-LOGITS = ("logits", "prediction_logits", "start_logits")
 
 
 def verify(folder: Path, source: Source, plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
@@ -94,9 +95,10 @@ def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
     """Compare student and teacher on each built-in sample, and the student on a padded batch of the samples."""
     samples = samples_of(model, tokenizer)
     is_text = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
-    student, logits = zip(*(_outputs(model, sample) for sample in samples))
+    by_row = ByRow(model)
+    student, logits = zip(*(_outputs(by_row, sample) for sample in samples))
     with softmax_attention(model):
-        teacher, teacher_logits = zip(*(_outputs(model, sample) for sample in samples))
+        teacher, teacher_logits = zip(*(_outputs(by_row, sample) for sample in samples))
     if not all(torch.isfinite(output).all() for output in student):
         raise ConversionError("the outputs of the converted model on the built-in samples are not finite")
     figures = {"hidden_state_error": _relative_error(student, teacher)}
@@ -105,9 +107,11 @@ def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
         cosines = [F.cosine_similarity(a.mean(1), b.mean(1)).item() for a, b in means]
         figures["mean_embedding_cosine"] = sum(cosines) / len(cosines)
     if logits[0] is not None:
-        figures["logits_error"] = _relative_error(logits, teacher_logits)
+        pairs = zip(logits, teacher_logits, strict=True)
+        found = torch.cat([_logit_figures(mine, yours) for mine, yours in pairs])
+        figures["logits_error"] = math.sqrt(found[:, 0].sum() / found[:, 1].sum().clamp(min=1e-30))
         if type(model).__name__.endswith(LM_HEADS):
-            figures["kl_to_teacher"], figures["top1_agreement"] = _distribution_figures(logits, teacher_logits)
+            figures["kl_to_teacher"], figures["top1_agreement"] = found[:, 2:].mean(0).tolist()
     if is_text:
         figures["padding_difference"] = _padding_difference(model, samples, student)
     return figures
@@ -122,33 +126,35 @@ def _inputs(model: PreTrainedModel, sample: torch.Tensor) -> dict[str, torch.Ten
     return inputs
 
 
-def _outputs(model: PreTrainedModel, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The last hidden state `[1, N, hidden]` of the base model and the logits of its head, if any, in float32."""
+def _outputs(by_row: ByRow, sample: torch.Tensor) -> tuple[torch.Tensor, Rows | None]:
+    """The last hidden state `[1, N, hidden]` of the base model in float32, and the logits of its head, if any."""
+    model = by_row.model
     inputs = _inputs(model, sample)
     choices = {model.main_input_name: sample.unsqueeze(1)} if type(model).__name__.endswith("ForMultipleChoice") else {}
     seen: list[Any] = []
     with model.base_model.register_forward_hook(lambda module, args, output: seen.append(output)):
-        output = model(**{**inputs, **choices}, output_hidden_states=True)
+        _, logits = by_row.outputs(
+            {"attention_mask": torch.ones_like(sample)},
+            lambda: model(**{**inputs, **choices}, output_hidden_states=True),
+        )
     if len(seen) != 1:  # the head calls parts of the base model (OPT, BART's decoder)
         seen = [model.base_model(**inputs, output_hidden_states=True)]
-    logits = next((output[name].float() for name in LOGITS if output.get(name) is not None), None)
     if "last_hidden_state" in seen[0]:
         return seen[0].last_hidden_state.float(), logits
     return seen[0].decoder_hidden_states[-1].float(), logits  # T5's model with a head contains no base model
 
 
-def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """`[...]`: KL(teacher || student) in nats of logits `[..., V]`, computed in float32."""
-    log_q, log_p = (logits.float().log_softmax(-1) for logits in (student, teacher))
-    return F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+def _logit_figures(mine: Rows, yours: Rows) -> torch.Tensor:
+    """`[R, 4]` in float64: the squares of the error and of the teacher, KL(teacher || student) in nats, and whether the
+    likeliest class is the same, of every row of logits."""
 
+    def look(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        s, t = logits.float(), yours(rows).float()
+        same = (s.argmax(-1) == t.argmax(-1)).float()
+        squares = (s - t).square().sum(-1), t.square().sum(-1)
+        return torch.stack([*squares, divergence(s, t), same], dim=-1).double()
 
-def _distribution_figures(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """The mean of KL(teacher || student) over all tokens, and the share of tokens with the same most likely token."""
-    pairs = list(zip(student, teacher, strict=True))
-    nats = torch.cat([divergence(s, t).flatten() for s, t in pairs])
-    same = torch.cat([(s.argmax(-1) == t.argmax(-1)).flatten() for s, t in pairs])
-    return nats.double().mean().item(), same.double().mean().item()
+    return mine.read(mine.all(), look)
 
 
 def _relative_error(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> float:

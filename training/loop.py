@@ -98,7 +98,14 @@ class RunContext:
     def _evaluator(self, validation: Stream) -> Evaluator | EmbeddingEvaluator:
         recipe = self.recipe
         if recipe.task.logits is not None:
-            return Evaluator(self.accelerator, recipe.model.task, self.teacher, self._generation(), validation.examples)
+            return Evaluator(
+                self.accelerator,
+                recipe.model.task,
+                self.teacher,
+                self._generation(),
+                validation.examples,
+                recipe.optimization.max_logits_mb,
+            )
         if self.teacher is None:
             raise RuntimeError("an embedding model is compared with its teacher, but there is no teacher")
         dims = parse_dims(recipe.task_options.matryoshka_dims)
@@ -159,7 +166,7 @@ class TrainingLoop:
         layers, note = hidden_layers_of(recipe, self.objectives), None
         if self.cached is not None and self.cached.teacher is None:
             note, layers = self.cached.note, _kept_layers(recipe)
-        module = StudentWithObjectives(student, self.objectives, layers, note)
+        module = StudentWithObjectives(student, self.objectives, layers, note, optimization.max_logits_mb)
         # The student needs no device placement, because it is on its device already.
         if uses_deepspeed(accelerator):
             wrapped, self.optimizer = prepare_zero(accelerator, student, module, optimizer)

@@ -332,6 +332,12 @@ class OptimizationArguments:
         needs=EVALUATION_DATA,
         for_evaluation=True,
     )
+    max_logits_mb: int = free(
+        "Megabytes of logits that are alive together at most, of both models, in training and evaluation.",
+        256,
+        bounds=SIZE,
+        for_evaluation=True,
+    )
     gradient_accumulation_steps: int = warned("Forward passes per optimizer step.", 1, bounds=SIZE)
     learning_rate: float = warned("Peak learning rate of AdamW.", 5e-5, bounds=POSITIVE)
     mechanism_learning_rate: float | None = warned(

@@ -116,10 +116,14 @@ def test_padding_that_leaks_shows_in_the_figure(linear_llama, monkeypatch):
 @pytest.mark.parametrize(
     ("model_type", "auto_class", "passes"),
     [
-        ("llama", "AutoModelForCausalLM", 2 * 4 + 1),  # student and teacher on four samples, and the padded batch
-        ("bart", "AutoModelForSeq2SeqLM", 2 * 4),
-        ("t5", "AutoModelForSeq2SeqLM", 2 * 4),
-        ("opt", "AutoModelForCausalLM", 4 * 4 + 1),  # its head goes round the base model, which runs by itself then
+        (
+            "llama",
+            "AutoModelForCausalLM",
+            2 * 4 + 2,
+        ),  # student and teacher on four samples, the padded batch, and the search for the output layer
+        ("bart", "AutoModelForSeq2SeqLM", 2 * 4 + 1),
+        ("t5", "AutoModelForSeq2SeqLM", 2 * 4 + 1),
+        ("opt", "AutoModelForCausalLM", 4 * 4 + 2),  # its head goes round the base model, which runs by itself then
     ],
 )
 def test_one_forward_pass_gives_hidden_states_and_logits(model_type, auto_class, passes, tmp_path):

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 
 from hf_linear_attention.training.evaluation.evaluator import Selection
 from hf_linear_attention.training.finetune import main
+from hf_linear_attention.training.losses import output_layer
 from hf_linear_attention.training.recipe import FACTS, GROUPS
 
 
@@ -172,6 +173,7 @@ def cases(
             "matryoshka_dims": "8",
             "max_grad_norm": 0.01,
             "per_device_eval_batch_size": 3,
+            "max_logits_mb": 1,
             "num_train_epochs": 0.01,
             "max_train_tokens": 20,
             "output_dir": "elsewhere",
@@ -250,6 +252,9 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Opti
         shapes = tuple(tuple(value.shape) for value in inputs if isinstance(value, torch.Tensor))
         calls[type(module).__name__, module.training, shapes] += 1
 
+    def count_parts(parts: tuple[torch.Tensor, ...]) -> None:
+        calls["chunks of logits", len(parts)] += 1
+
     def run(options: Options) -> dict[str, Any]:
         key = json.dumps(options, default=str, sort_keys=True)
         if key not in seen:
@@ -268,6 +273,8 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Opti
         with pytest.MonkeyPatch.context() as patch:
             note = Selection.note
             patch.setattr(Selection, "note", lambda self, *more: choices.append(self.name) or note(self, *more))
+            chunks = output_layer.chunks
+            patch.setattr(output_layer, "chunks", lambda *given: (parts := chunks(*given), count_parts(parts))[0])
             AcceleratorState._reset_state(reset_partial_state=True)
             code = main(words(options))
         out = options["output_dir"]

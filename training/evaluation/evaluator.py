@@ -30,6 +30,7 @@ from hf_linear_attention.training.evaluation.scores import (
     equal_share,
     scored,
 )
+from hf_linear_attention.training.losses.output_layer import MEGABYTES, ByRow
 from hf_linear_attention.training.losses.outputs import logits_of, run_model, scored_logits
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.recipe import Recipe
@@ -44,14 +45,6 @@ LONGEST_ANSWER = 30  # tokens, as in the evaluation of BERT on SQuAD
 
 Figures = tuple[list[Any], list[Any]]
 """Prediction and reference of every example in a batch, in the form that the score expects."""
-
-
-def token_nats(batch: Batch, outputs: Any, task: str) -> Figures:
-    """The summed cross-entropy and the number of scored tokens of every text."""
-    labels = aligned_labels(batch, task)
-    logits = outputs.logits.float().flatten(0, 1)  # classes in the middle take several times as long
-    nats = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none").view(labels.shape)
-    return nats.double().sum(-1).tolist(), (labels != IGNORED).sum(-1).tolist()
 
 
 def _classes(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
@@ -162,6 +155,7 @@ class Evaluator:
         teacher: Teacher | None,
         generation: Generation | None = None,
         examples: Any = None,
+        megabytes: float = MEGABYTES,
     ) -> None:
         """Prepare evaluations.
 
@@ -171,9 +165,10 @@ class Evaluator:
             teacher: the model to compare with.
             generation: how texts are generated; None if none are.
             examples: the examples that are evaluated; they turn spans and frames into texts.
+            megabytes: of logits that are alive together, at most.
         """
         self.accelerator, self.task, self.teacher, self.generation = accelerator, task, teacher, generation
-        self.examples = examples
+        self.examples, self.megabytes = examples, megabytes
         self.logits = TASKS[task].logits
         self.compares = teacher is not None and TASKS[task].compares
 
@@ -186,16 +181,23 @@ class Evaluator:
         agreed: list[tuple[int, int, int]] = []
         texts: list[Generated] = []
         names = {int(index): str(name) for index, name in (model.config.id2label or {}).items()}
+        by_row = None if self.task in SCORES else ByRow(model, self.megabytes)
         for batch in progress(batches, "evaluating", self.accelerator.is_main_process):
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             with self.accelerator.autocast():
-                outputs = run_model(model, batch, None)
-                read = SCORES[self.task][0] if self.task in SCORES else None
-                figures = token_nats(batch, outputs, self.task) if read is None else read(batch, outputs, names)
+                if by_row is None:
+                    outputs = run_model(model, batch, None)
+                    figures, same = SCORES[self.task][0](batch, outputs, names), self._same(batch, outputs)
+                else:
+                    figures, same = self._token_figures(by_row, batch)
             index = batch["index"].tolist()
             rows += zip(index, *figures, strict=True)
-            if self.compares:
-                agreed += zip(index, *self._agreement(batch, outputs), strict=True)
+            if same is not None:
+                mask = scored_logits(batch, self.logits)
+                shape = len(mask), -1
+                agreed += zip(
+                    index, (same & mask).view(shape).sum(-1).tolist(), mask.view(shape).sum(-1).tolist(), strict=True
+                )
             if self.generation is not None:
                 teacher = None if self.teacher is None else self.teacher.model
                 texts += self.generation(model, teacher, batch)
@@ -215,16 +217,34 @@ class Evaluator:
             predictions, references = whole.texts([row[:2] for row in rows])
         return scored(score, predictions, references)
 
-    def _agreement(self, batch: Batch, outputs: Any) -> tuple[list[int], list[int]]:
-        """For every example, how many rows of its logits have their maximum where the teacher's have, of how many."""
-        if self.teacher is None:
-            raise RuntimeError("there is no teacher to agree with")
-        mine, mask = logits_of(outputs, batch), scored_logits(batch, self.logits)
+    def _same(self, batch: Batch, outputs: Any) -> Tensor | None:
+        """Whether each row of the logits has its maximum where the teacher's has; None if they are not compared."""
+        if self.teacher is None or not self.compares:
+            return None
+        mine = logits_of(outputs, batch)
         if mine is None:
             raise RuntimeError("the model has no logits")
-        same = (self.teacher.all_logits(batch).argmax(-1) == mine.argmax(-1)) & mask
-        shape = len(mask), -1
-        return same.reshape(shape).sum(-1).tolist(), mask.reshape(shape).sum(-1).tolist()
+        best = mine.argmax(-1)
+        theirs = self.teacher.rows(batch)(torch.arange(best.numel(), device=best.device))
+        return theirs.argmax(-1).view(best.shape) == best
+
+    def _token_figures(self, by_row: ByRow, batch: Batch) -> tuple[Figures, Tensor | None]:
+        """The summed cross-entropy and the number of scored tokens of every text, and what `_same` returns."""
+        labels = aligned_labels(batch, self.task)
+        nats, same = torch.zeros(labels.shape, device=labels.device), torch.zeros_like(labels, dtype=torch.bool)
+        teacher = self.teacher.rows(batch) if self.teacher is not None and self.compares else None
+        rows = (labels != IGNORED).flatten()
+        rows = rows if teacher is None else rows | scored_logits(batch, self.logits).flatten()
+
+        def read(logits: Tensor, part: Tensor) -> None:
+            kept = labels.flatten()[part]
+            nats.view(-1)[part] = F.cross_entropy(logits.float(), kept, ignore_index=IGNORED, reduction="none")
+            if teacher is not None:
+                same.view(-1)[part] = logits.argmax(-1) == teacher(part).argmax(-1)
+
+        by_row.run(lambda logits: logits.each(rows.nonzero().squeeze(-1), read), batch)
+        figures = nats.double().sum(-1).tolist(), (labels != IGNORED).sum(-1).tolist()
+        return figures, None if teacher is None else same
 
 
 def each_once(rows: list[Any]) -> list[Any]:

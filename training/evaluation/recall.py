@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attention.training.data.packing import Examples, Tokens, shorten
-from hf_linear_attention.training.evaluation.retention import last_logits, running_text, separate_windows
+from hf_linear_attention.training.evaluation.retention import running_text, separate_windows
+from hf_linear_attention.training.losses.output_layer import ByRow
 
 
 RECALL = "eval_recall"
@@ -75,8 +76,15 @@ class RecallProbe:
 
 def _nats(model: PreTrainedModel, rows: Tensor, copied: int) -> float:
     """The mean nats of the last text of all rows `[R, N]` but its first token, which nothing announces."""
-    total = 0.0
+    by_row, found = ByRow(model), list[Tensor]()
     for row in rows.to(model.device).split(1):  # one by one, which needs no more memory than training
-        logits = model(input_ids=row, use_cache=False, **last_logits(model, copied)).logits[:, -copied:-1]
-        total += F.cross_entropy(logits[0].float(), row[0, 1 - copied :]).item()
-    return total / len(rows)
+        targets = row[0].roll(-1)
+
+        def look(logits: Tensor, part: Tensor, targets: Tensor = targets) -> None:
+            found.append(F.cross_entropy(logits.float(), targets[part], reduction="none"))
+
+        by_row.run(
+            lambda logits: logits.each(logits.all()[-copied:-1], look),
+            {"input_ids": row, "attention_mask": torch.ones_like(row)},
+        )
+    return torch.cat(found).mean().item()

@@ -52,7 +52,8 @@ from hf_linear_attention.mechanisms.window import WindowAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, aligned_labels, loader
 from hf_linear_attention.training.data.packing import IGNORED, Documents, Examples, FirstExamples, StreamWindows, Tokens
-from hf_linear_attention.training.losses.outputs import run_model
+from hf_linear_attention.training.losses.divergence import divergence
+from hf_linear_attention.training.losses.output_layer import ByRow, Rows
 
 
 # In nats per token. If window and teacher compute the same function, float32 logits differ by less than this.
@@ -113,12 +114,10 @@ def is_hybrid(settings: Settings) -> bool:
 @torch.no_grad()
 def nats_of(model: PreTrainedModel, batches: Iterable[Batch]) -> Tensor:
     """The nats of every target, `[targets]` in float64, in the order of the batches."""
-    parts = []
+    by_row, parts = ByRow(model), []
     for batch in progress(batches, "measuring"):
         batch = {name: value.to(model.device) for name, value in batch.items()}
-        labels = aligned_labels(batch, "causal_lm")
-        nats = _nats(run_model(model, batch, None).logits.float(), labels)
-        parts.append(nats[labels != IGNORED].double().cpu())
+        parts.append(_nats(by_row, batch).double().cpu())
     return torch.cat(parts)
 
 
@@ -130,21 +129,25 @@ def score(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[
     """
     settings = student.config.linear_attention
     parts: list[dict[str, Tensor]] = []
+    by_row, of_teacher = ByRow(student), ByRow(teacher)
     for batch in progress(batches, "measuring"):
         batch = {name: value.to(student.device) for name, value in batch.items()}
         labels = aligned_labels(batch, "causal_lm")
-        yours, mine = (run_model(model, batch, None).logits.float() for model in (teacher, student))
-        row: dict[str, Tensor] = {
-            "teacher": _nats(yours, labels),
-            "student": _nats(mine, labels),
-            "agreement": (yours.argmax(-1) == mine.argmax(-1)).double(),
-            "kl": F.kl_div(mine.log_softmax(-1), yours.log_softmax(-1), log_target=True, reduction="none").sum(-1),
-        }
+        yours, targets = of_teacher.rows(batch), labels.flatten()
+
+        def look(mine: Tensor, rows: Tensor, yours: Rows = yours, targets: Tensor = targets) -> Tensor:
+            pair = [logits.float() for logits in (yours(rows), mine)]
+            nats = [F.cross_entropy(logits, targets[rows], reduction="none") for logits in pair]
+            same = (pair[0].argmax(-1) == pair[1].argmax(-1)).to(nats[0].dtype)
+            return torch.stack([*nats, same, divergence(pair[1], pair[0])], dim=-1)
+
+        scored = labels != IGNORED
+        found = by_row.rows(batch).read(scored.flatten().nonzero().squeeze(-1), look)
+        row = dict(zip(("teacher", "student", "agreement", "kl"), found.unbind(-1), strict=True))
         if is_hybrid(settings):
             with without_far(student):
-                row["without_far"] = _nats(run_model(student, batch, None).logits.float(), labels)
-        scored = labels != IGNORED
-        values = {name: value[scored].double().cpu() for name, value in row.items()}
+                row["without_far"] = _nats(by_row, batch)
+        values = {name: value.double().cpu() for name, value in row.items()}
         parts.append({POSITION: scored.nonzero()[:, 1].cpu(), **values})
     figures = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if is_hybrid(settings):
@@ -183,8 +186,13 @@ def _buckets(
         yield {"from": first, "to": end, "targets": int(chosen.sum()), **means}, part
 
 
-def _nats(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+def _nats(by_row: ByRow, batch: Batch) -> Tensor:
+    """The nats of every target of a batch, `[targets]`."""
+    labels = aligned_labels(batch, "causal_lm").flatten()
+    rows = (labels != IGNORED).nonzero().squeeze(-1)
+    return by_row.rows(batch).read(
+        rows, lambda logits, part: F.cross_entropy(logits.float(), labels[part], reduction="none")
+    )
 
 
 def _linear_part(whole: dict[str, Any], distant: dict[str, float]) -> dict[str, float]:
@@ -442,10 +450,10 @@ def agreement_length(teacher: PreTrainedModel, prompts: Tensor, written: Tensor)
         prompts: [B, N].
         written: the tokens after each prompt, [B, M].
     """
-    count = written.shape[1]
-    last = last_logits(teacher, count + 1)
-    logits = teacher(input_ids=torch.cat((prompts, written), dim=1), use_cache=False, **last).logits
-    likeliest = logits[:, -count - 1 : -1].argmax(-1)
+    ids = torch.cat((prompts, written), dim=1)
+    logits = ByRow(teacher).rows({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    numbers = logits.all().view(ids.shape)[:, prompts.shape[1] - 1 : -1].flatten()
+    likeliest = logits.read(numbers, lambda some, part: some.argmax(-1)).view(written.shape)
     return (likeliest == written).long().cumprod(dim=1).sum(dim=1).double().mean().item()
 
 

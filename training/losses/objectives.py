@@ -15,7 +15,7 @@ A new objective needs a class like those in `objectives.py`, a row in `OBJECTIVE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,13 +32,14 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 from hf_linear_attention.training.data.batches import Batch, aligned_labels, count_units, token_weights
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import load_config
-from hf_linear_attention.training.losses.divergence import chunked_kl
+from hf_linear_attention.training.losses.divergence import divergence, widened
+from hf_linear_attention.training.losses.gradients import differentiated
+from hf_linear_attention.training.losses.output_layer import MEGABYTES, ByRow, Rows
 from hf_linear_attention.training.losses.outputs import (
     Outputs,
     StudentOutputs,
     cosines_at,
     hidden_states_of,
-    logits_of,
     pooled,
     run_model,
     scored_logits,
@@ -53,7 +54,8 @@ class Objective:
     run on the same inputs; with `needs_attention_weights`, that softmax also returns its weights.
     """
 
-    needs_logits: bool = False
+    needs_logits: bool = False  # and has `rows` and `of_rows` in place of `total`
+    needs_all_rows: bool = False  # at once
     needs_hidden_states: bool = False
     needs_teacher: bool = False
     observes_attention: bool = False
@@ -70,6 +72,14 @@ class Objective:
         """Sum over the units: a scalar, or one value for each of `student.attention`, whose mean is the term."""
         raise NotImplementedError
 
+    def rows(self, batch: Batch) -> Tensor:
+        """Which rows of the flattened logits the term needs: bool [R]."""
+        raise NotImplementedError
+
+    def of_rows(self, logits: Tensor, rows: Tensor, batch: Batch, teacher: Outputs | None) -> Tensor:
+        """Sum over the units among these rows [r], whose logits are [r, V]."""
+        raise NotImplementedError
+
 
 class TaskLoss(Objective):
     """Cross-entropy with the labels: the next token, the masked tokens, the target, the class, or the answer's ends.
@@ -81,18 +91,25 @@ class TaskLoss(Objective):
 
     def __init__(self, recipe: Recipe) -> None:
         self.task = recipe.model.task
-        self.blank = special_token(load_config(recipe), "pad_token_id") if self.task == "ctc" else None
+        self.needs_all_rows = self.task == "ctc"
+        self.blank = special_token(load_config(recipe), "pad_token_id") if self.needs_all_rows else None
 
     def units(self, batch: Batch) -> Tensor:
         """Number of labels, a long scalar."""
         return (aligned_labels(batch, self.task) != IGNORED).sum()
 
-    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
+    def rows(self, batch: Batch) -> Tensor:
+        """Those that have a label; for `ctc`, all."""
+        if self.blank is not None:
+            return torch.ones_like(batch["frame_mask"], dtype=torch.bool).flatten()
+        return (aligned_labels(batch, self.task) != IGNORED).flatten()
+
+    def of_rows(self, logits: Tensor, rows: Tensor, batch: Batch, teacher: Outputs | None) -> Tensor:
         """Sum of the cross-entropies, in nats."""
         if self.blank is not None:
-            return ctc_nats(_logits(student), batch, self.blank)
-        logits, labels = _logits(student).flatten(0, -2), aligned_labels(batch, self.task).flatten()
-        return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+            return ctc_nats(logits.view(*batch["frame_mask"].shape, -1), batch, self.blank)
+        labels = aligned_labels(batch, self.task).flatten()[rows]
+        return F.cross_entropy(widened(logits), labels, ignore_index=IGNORED, reduction="sum")
 
 
 def ctc_nats(logits: Tensor, batch: Batch, blank: int) -> Tensor:
@@ -116,13 +133,21 @@ class LogitsKL(Objective):
         """Number of tokens or targets, of sequences or images for a classifier, or of ends, a long scalar."""
         return scored_logits(batch, self.logits_of).sum()
 
-    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
-        """Sum of T^2 KL(teacher || student) at temperature T, in nats."""
-        rows = None if teacher is None else teacher.logits
-        if rows is None:
+    def rows(self, batch: Batch) -> Tensor:
+        """Those that are not of padding."""
+        return scored_logits(batch, self.logits_of).flatten()
+
+    def of_rows(self, logits: Tensor, rows: Tensor, batch: Batch, teacher: Outputs | None) -> Tensor:
+        """Sum of T^2 KL(teacher || student) at temperature T, in nats.
+
+        With T^2, the gradient does not shrink with T (Hinton et al. 2015, arXiv:1503.02531, section 2).
+        """
+        if teacher is None or teacher.logits is None:
             raise RuntimeError("`logits_kl` needs the teacher's logits")
-        mask = scored_logits(batch, self.logits_of).flatten()
-        return chunked_kl(_logits(student).flatten(0, -2), rows, mask, self.temperature)
+        kept = self.rows(batch)[rows]
+        if not kept.all():
+            logits, rows = logits[kept], rows[kept]
+        return self.temperature**2 * divergence(logits, teacher.logits(rows), self.temperature).sum()
 
 
 class HiddenState(Objective):
@@ -180,12 +205,6 @@ def _relative_errors(mine: Tensor, yours: Tensor) -> Tensor:
     """The relative squared error [T] of every token in `mine` [T, D]."""
     mine, yours = mine.float(), yours.float()
     return (mine - yours).square().sum(-1) / yours.square().sum(-1).clamp(min=1e-12)
-
-
-def _logits(student: StudentOutputs) -> Tensor:
-    if student.all_logits is None:
-        raise RuntimeError("this objective needs a model with logits")
-    return student.all_logits
 
 
 def _hidden_pairs(student: StudentOutputs, teacher: Outputs | None) -> list[tuple[Tensor, Tensor]]:
@@ -432,7 +451,7 @@ def _log_sum(logits: Tensor, mask: Tensor) -> Tensor:
     return torch.where(largest.isfinite(), largest - share.log(), largest)
 
 
-Note = Callable[[Batch, Any, str | None], None]
+Note = Callable[[Batch, Outputs], None]
 LOSS = "loss"  # the name of the weighted sum among the figures of a step
 
 OBJECTIVES: dict[str, Callable[[Recipe], Objective]] = {
@@ -465,18 +484,21 @@ class StudentWithObjectives(nn.Module):
         objectives: dict[str, tuple[float, Objective]],
         layers: str | None,
         note: Note | None = None,
+        megabytes: float = MEGABYTES,
     ) -> None:
         """Combine the student and its objectives.
 
         Args:
             layers: which hidden states the student returns: "last", "all" or None.
             note: what is called with every batch and the outputs of the softmax model in attention transfer.
+            megabytes: of logits that are alive together, at most.
         """
         super().__init__()
         if "far_share" in objectives:
             check_far_share(student)
         self.student, self.objectives, self.layers, self.note = student, objectives, layers, note
         self.numbers = [module.linear_attention.shape.layer for module in linear_attention_modules(student).values()]
+        self.by_row = ByRow(student, megabytes) if self._needs_logits() else None
         self.observes_attention = any(objective.observes_attention for _, objective in objectives.values())
         if any(objective.needs_attention_weights for _, objective in objectives.values()):
             student.set_attn_implementation("eager")
@@ -491,21 +513,56 @@ class StudentWithObjectives(nn.Module):
         """
         if self.observes_attention:
             return self._transferred(batch, scales)
-        student = self._outputs(batch)
-        terms = {name: o.total(batch, student, teacher) * scales[name] for name, (_, o) in self.objectives.items()}
-        loss = self._weighted(terms)
-        return loss, {LOSS: loss.detach()} | {name: term.detach() for name, term in terms.items()}
+        losses: list[Tensor] = []
+        figures: dict[str, Tensor] = {}
 
-    def _weighted(self, terms: dict[str, Tensor]) -> Tensor:
-        return cast(Tensor, sum(weight * terms[name] for name, (weight, _) in self.objectives.items()))
+        def read(logits: Rows) -> None:
+            loss, found = self._of_rows(logits, batch, teacher, scales)
+            losses.append(loss)
+            figures.update(found)
 
-    def _outputs(self, batch: Batch) -> StudentOutputs:
-        outputs = run_model(self.student, batch, self.layers)
-        return StudentOutputs(
+        if self.by_row is None:
+            outputs = run_model(self.student, batch, self.layers)
+        else:
+            outputs = self.by_row.run(read, batch, layers=self.layers)
+            if not losses:
+                raise RuntimeError("these objectives need a model with logits")
+        student = StudentOutputs(
             hidden_states=hidden_states_of(outputs, self.layers),
             decoder_states=hidden_states_of(outputs, self.layers, "decoder_"),
-            all_logits=logits_of(outputs, batch),
         )
+        others = {name: o for name, (_, o) in self.objectives.items() if not o.needs_logits}
+        terms = {name: o.total(batch, student, teacher) * scales[name] for name, o in others.items()}
+        loss = cast(Tensor, sum(losses) + self._weighted(terms))
+        return loss, {LOSS: loss.detach()} | figures | {name: term.detach() for name, term in terms.items()}
+
+    def _needs_logits(self) -> bool:
+        is_noted = self.note is not None and self.layers is None  # a task without logits has hidden states
+        return is_noted or any(objective.needs_logits for _, objective in self.objectives.values())
+
+    def _weighted(self, terms: dict[str, Tensor]) -> Tensor:
+        return cast(Tensor, sum(self.objectives[name][0] * term for name, term in terms.items()))
+
+    def _of_rows(
+        self, logits: Rows, batch: Batch, teacher: Outputs | None, scales: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of the objectives that need logits, and their figures."""
+        used = {name: o for name, (_, o) in self.objectives.items() if o.needs_logits}
+        rows = torch.stack([o.rows(batch) for o in used.values()]).any(0).nonzero().squeeze(-1)
+
+        def loss(some: Tensor, numbers: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            terms = {name: o.of_rows(some, numbers, batch, teacher) * scales[name] for name, o in used.items()}
+            return self._weighted(terms), {name: term.detach() for name, term in terms.items()}
+
+        head = self.student.get_output_embeddings() if self.by_row and self.by_row.layer else None
+        parameters = () if head is None else head.parameters()
+        return logits.summed(rows, parameters, loss, any(o.needs_all_rows for o in used.values()))
+
+    def _noted(self, batch: Batch) -> Outputs:
+        """What the teacher would compute: the logits, or the hidden states if the task has no logits."""
+        if self.by_row is not None:
+            return Outputs(self.by_row.rows(batch))
+        return Outputs(None, hidden_states_of(run_model(self.student, batch, self.layers), self.layers))
 
     def _transferred(self, batch: Batch, scales: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and the figures of attention transfer, in which every layer is done with before the next one."""
@@ -522,11 +579,12 @@ class StudentWithObjectives(nn.Module):
                 terms[name].append(part.detach())
 
         # Every layer learns on the activations of the softmax model, so nobody needs the output layer.
-        needs_whole = self.note is not None or getattr(self.student.config, "is_encoder_decoder", False)
+        needs_whole = getattr(self.student.config, "is_encoder_decoder", False)
         with observe_attention(self.student, observe):
-            outputs = run_model(self.student if needs_whole else self.student.base_model, batch, self.layers)
-        if self.note is not None:
-            self.note(batch, outputs, self.layers)
+            if self.note is not None:
+                self.note(batch, self._noted(batch))
+            else:
+                run_model(self.student if needs_whole else self.student.base_model, batch, self.layers)
         loss = torch.stack(losses).mean()
         figures = {LOSS: loss.detach()}
         for name, values in terms.items():
@@ -535,30 +593,3 @@ class StudentWithObjectives(nn.Module):
                 own = torch.stack([value for called, value in zip(layers, values) if called == layer])
                 figures[f"{name}.layer_{layer}"] = own.mean()
         return loss, figures
-
-
-# In float16, products of small gradients would become 0, because the scale of mixed precision comes only afterwards.
-GRADIENT_SCALE = 2.0**12
-
-
-def differentiated(loss: Tensor, parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The same loss, whose gradients of `parameters` are computed at once, so that what they need can be freed."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained or not loss.requires_grad:
-        return loss.detach()
-    found = zip(trained, torch.autograd.grad(loss * GRADIENT_SCALE, trained, allow_unused=True), strict=True)
-    used = {parameter: gradient for parameter, gradient in found if gradient is not None}
-    return _Differentiated.apply(loss.detach(), list(used.values()), *used)
-
-
-class _Differentiated(torch.autograd.Function):
-    """A loss with its gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(gradient * (grad_outputs[0] / GRADIENT_SCALE) for gradient in ctx.gradients)

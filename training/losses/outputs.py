@@ -38,9 +38,8 @@ class Outputs:
 
 @dataclass(frozen=True)
 class StudentOutputs(Outputs):
-    """The outputs of the student, with all logits (`logits_of`), because their gradient needs as much memory."""
+    """The outputs of the student, whose logits are read while it runs (`output_layer.py`)."""
 
-    all_logits: Tensor | None = None
     attention: tuple[ObservedAttention, ...] = ()
 
 
@@ -121,7 +120,7 @@ def logits_of(outputs: Any, batch: Batch) -> Tensor | None:
     answer.
     """
     if (start := getattr(outputs, "start_logits", None)) is None:
-        return getattr(outputs, "logits", None)
+        return getattr(outputs, "logits", getattr(outputs, "prediction_logits", None))
     logits = torch.stack([start, outputs.end_logits], dim=1)
     return logits.masked_fill(batch["attention_mask"].unsqueeze(1) == 0, -torch.inf)
 

@@ -39,8 +39,9 @@ from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.data.packing import Examples, Tokens
-from hf_linear_attention.training.losses.divergence import CHUNK_ELEMENTS, TopLogits
-from hf_linear_attention.training.losses.outputs import Outputs, hidden_states_of
+from hf_linear_attention.training.losses.divergence import TopLogits
+from hf_linear_attention.training.losses.output_layer import chunks
+from hf_linear_attention.training.losses.outputs import Outputs
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.recipe import MECHANISM
 
@@ -75,8 +76,7 @@ class Logits:
         """The bytes [r, size] of the tokens `rows` [r] of a flattened batch."""
         if outputs.logits is None:
             raise RuntimeError("the teacher has no logits")
-        parts = rows.split(max(1, CHUNK_ELEMENTS // self.classes))
-        return torch.cat([self._encode(outputs.logits(part)) for part in parts])
+        return torch.cat([self._encode(outputs.logits(part)) for part in chunks(rows, self.classes)])
 
     def _encode(self, logits: Tensor | TopLogits) -> Tensor:
         if isinstance(logits, TopLogits):
@@ -213,13 +213,11 @@ class CachedTeacher:
                 outputs["hidden_states"] = file.kind.decode(kept)
         return Outputs(**outputs)
 
-    def note(self, batch: Batch, outputs: Any, layers: str | None) -> None:
+    @torch.no_grad()
+    def note(self, batch: Batch, outputs: Outputs) -> None:
         """Keep the outputs of a model that computes what the teacher computes, unless they are there."""
         if self._read(batch) is None:
-            logits = getattr(outputs, "logits", None)
-            rows = None if logits is None else logits.detach().flatten(0, -2).__getitem__
-            states = tuple(state.detach() for state in hidden_states_of(outputs, layers))
-            self._write(batch, Outputs(rows, states))
+            self._write(batch, outputs)
 
     def _read(self, batch: Batch) -> list[Tensor] | None:
         """By kind, the bytes [B, N, size] of all rows, with 0 at padding; None if one of them is not there."""

@@ -63,7 +63,10 @@ class Copies(torch.nn.Module):
         super().__init__()
         self.strength = strength
 
-    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+    def get_output_embeddings(self) -> None:
+        """Not known."""
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool, attention_mask: torch.Tensor) -> Any:
         logits = torch.zeros(1, input_ids.shape[1], 1000)
         tokens = input_ids[0].tolist()
         for place, token in enumerate(tokens):

@@ -1,0 +1,255 @@
+"""Logits by row are those of the model, their gradients too, and no more of them are alive than was allowed."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from recipes import recipe_of
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_linear_attention import convert
+from hf_linear_attention.conversion.comparison import distance
+from hf_linear_attention.conversion.softmax_choice import rank_heads, rank_layers
+from hf_linear_attention.conversion.verification import compare_outputs
+from hf_linear_attention.training.evaluation import retention
+from hf_linear_attention.training.evaluation.evaluator import Evaluator
+from hf_linear_attention.training.evaluation.recall import RecallProbe
+from hf_linear_attention.training.losses.divergence import divergence
+from hf_linear_attention.training.losses.objectives import OBJECTIVES, StudentWithObjectives, build_objectives
+from hf_linear_attention.training.losses.output_layer import ByRow, output_layer
+from hf_linear_attention.training.losses.teacher import Teacher
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+DECODER = {**SIZES, "num_key_value_heads": 1, "vocab_size": 300, "pad_token_id": 0}
+T5 = {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+BART = {
+    **{"vocab_size": 300, "d_model": 16, "pad_token_id": 0, "decoder_start_token_id": 0, "max_position_embeddings": 64},
+    **{f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")},
+}
+
+
+def biased(model: BartForConditionalGeneration) -> BartForConditionalGeneration:
+    model.final_logits_bias.normal_()
+    return model
+
+
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**DECODER)),
+    "scaled before": lambda: T5ForConditionalGeneration(T5Config(**T5, decoder_start_token_id=0)),
+    "with a transform": lambda: BertForMaskedLM(BertConfig(**SIZES, vocab_size=300)),
+    "with a bias": lambda: biased(BartForConditionalGeneration(BartConfig(**BART))),
+    "capped": lambda: Gemma2ForCausalLM(Gemma2Config(**DECODER, head_dim=8, final_logit_softcapping=3.0)),
+    "divided": lambda: GraniteForCausalLM(GraniteConfig(**DECODER, logits_scaling=3.0)),
+    "multiplied": lambda: CohereForCausalLM(CohereConfig(**DECODER, logit_scale=0.3)),
+}
+
+
+def batch_of(model: PreTrainedModel, rows: int = 2, length: int = 9) -> dict[str, Tensor]:
+    ids = torch.randint(5, 290, (rows, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[-1, length // 2 :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels, "index": torch.arange(rows)}
+    return batch | ({"decoder_attention_mask": mask} if model.config.is_encoder_decoder else {})
+
+
+def whole_logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    decoder = {"labels": batch["labels"]} if model.config.is_encoder_decoder else {}
+    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], **decoder).logits.flatten(0, -2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_by_row_are_those_of_the_model(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    by_row, batch = ByRow(model), batch_of(model)
+    assert by_row.layer is not None
+    assert model.training
+    model.eval()
+    expected = whole_logits(model, batch)
+    rows = torch.tensor([3, 0, 7])
+    torch.testing.assert_close(by_row.rows(batch)(rows), expected[rows])
+    torch.testing.assert_close(whole_logits(model, batch), expected)  # nothing is left in the model
+
+
+def test_what_is_not_known_is_computed_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+    class Squared(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            outputs = super().forward(*args, **kwargs)
+            outputs.logits = outputs.logits * outputs.logits.abs()
+            return outputs
+
+    model = Squared(LlamaConfig(**DECODER)).eval()
+    assert output_layer(model) is None
+    batch = batch_of(model)
+    torch.testing.assert_close(ByRow(model).rows(batch)(torch.tensor([3, 0])), whole_logits(model, batch)[[3, 0]])
+    assert not caplog.records
+    ByRow(model, megabytes=0.01).rows(batch)
+    assert "Squared does something with the results of its output layer" in caplog.text
+
+
+@pytest.mark.parametrize("frozen", [None, "lm_head", "body"])
+@pytest.mark.parametrize("name", ["llama", "capped", "scaled before"])
+def test_gradients_of_chunks_are_those_of_the_whole(name: str, frozen: str | None) -> None:
+    """Both losses in float64, chunks of one row."""
+    torch.manual_seed(0)
+    task = "seq2seq_lm" if name == "scaled before" else "causal_lm"
+    student, teacher = MODELS[name]().double().eval(), MODELS[name]().double().eval()
+    head = student.get_output_embeddings()
+    for parameter in student.parameters():
+        is_head = any(parameter is own for own in head.parameters())
+        parameter.requires_grad_(frozen is None or is_head == (frozen == "body"))
+    weights = {f"{other}_weight": 0.0 for other in OBJECTIVES} | {"task_loss_weight": 0.7, "logits_kl_weight": 2.0}
+    objectives = build_objectives(recipe_of(task, **weights, temperature=1.5))
+    batch = batch_of(student)
+    scales = {
+        name: torch.tensor(scale, dtype=torch.float64) for name, scale in (("task_loss", 0.3), ("logits_kl", 0.2))
+    }
+    module = StudentWithObjectives(student, objectives, None, megabytes=1e-9)
+    loss, figures = module(batch, Teacher(teacher, nullcontext, True, None)(batch), scales)
+    (1.3 * loss).backward()
+    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+
+    shifted = batch["labels"] if task == "seq2seq_lm" else F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    mine, yours = whole_logits(student, batch), whole_logits(teacher, batch).detach()
+    nats = F.cross_entropy(mine, shifted.flatten(), ignore_index=-100, reduction="sum") * scales["task_loss"]
+    kl = 1.5**2 * divergence(mine, yours, 1.5)[batch["attention_mask"].flatten() > 0].sum() * scales["logits_kl"]
+    torch.testing.assert_close(loss.detach(), (0.7 * nats + 2 * kl).detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(figures["task_loss"], nats.detach(), rtol=1e-12, atol=0)
+    expected = torch.autograd.grad(1.3 * (0.7 * nats + 2 * kl), trained, allow_unused=True)
+    for mine, yours in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, torch.zeros_like(mine) if yours is None else yours, rtol=1e-9, atol=1e-12)
+
+
+# ---- Bytes
+
+CLASSES = 6007  # a prime, so that only what has as many columns as there are classes is counted
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of the storages, alive together, of tensors whose last dimension has `CLASSES` entries."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self.known, self.now, self.peak = known, 0, 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, Tensor) and tensor.dim() > 1 and CLASSES in tensor.shape:
+                self._add(tensor)
+        return out
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        # Weights and their gradients [classes, D] are no logits.
+        if storage.nbytes() == 0 or key in self.sizes or tensor.shape[0] == CLASSES or tensor.shape[-2] == CLASSES:
+            return
+        self.sizes[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self.sizes.pop(key, 0)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Alive]:
+    with Alive(set()) as mode:
+        yield mode
+
+
+LENGTH, LIMIT = 192, 4.0  # a matrix of logits [4, LENGTH, CLASSES] has 17.6 megabytes
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**DECODER, "vocab_size": CLASSES}, max_position_embeddings=512)
+    teacher = LlamaForCausalLM(config).eval()
+    return convert(teacher, mechanism="hybrid", window_size=8, num_sinks=1, num_features=8).eval(), teacher
+
+
+def stream() -> Any:
+    return torch.randint(5, CLASSES, (8 * LENGTH,), generator=torch.Generator().manual_seed(1)).numpy()
+
+
+def trained(student: PreTrainedModel, teacher: PreTrainedModel, batch: dict[str, Tensor]) -> None:
+    weights = {f"{name}_weight": 0.0 for name in OBJECTIVES} | {"task_loss_weight": 1.0, "logits_kl_weight": 1.0}
+    objectives = build_objectives(recipe_of("causal_lm", **weights))
+    module = StudentWithObjectives(student, objectives, None, megabytes=LIMIT)
+    scales = {name: torch.tensor(0.01) for name in objectives}
+    module(batch, Teacher(teacher, nullcontext, True, None)(batch), scales)[0].backward()
+
+
+def evaluated(student: PreTrainedModel, teacher: PreTrainedModel, batch: dict[str, Tensor]) -> None:
+    of_teacher = Teacher(teacher, nullcontext, False, None)
+    Evaluator(Accelerator(cpu=True), "causal_lm", of_teacher, megabytes=LIMIT)(student, [batch])
+
+
+def recalled(student: PreTrainedModel, teacher: PreTrainedModel, batch: dict[str, Tensor]) -> None:
+    from hf_linear_attention.training.data.packing import StreamWindows
+
+    assert RecallProbe(StreamWindows(stream(), LENGTH, None), LENGTH, 4, None, None)(student, nullcontext)
+
+
+WORK = {
+    "training": trained,
+    "evaluation": evaluated,
+    "recall": recalled,
+    "scores": lambda student, teacher, batch: retention.score(teacher, student, [batch]),
+    "agreement": lambda student, teacher, batch: retention.agreement_length(
+        teacher, batch["input_ids"][:, :32], batch["input_ids"][:, 32:]
+    ),
+    "verification": lambda student, teacher, batch: compare_outputs(student, None),
+    "comparison": lambda student, teacher, batch: distance(student, teacher, [{"input_ids": batch["input_ids"]}]),
+    "layers": lambda student, teacher, batch: rank_layers(student, teacher, [batch]),
+    "heads": lambda student, teacher, batch: rank_heads(student, batch["input_ids"], [batch]),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_no_more_than_the_limit_is_alive(name: str, pair: tuple[PreTrainedModel, PreTrainedModel], monkeypatch) -> None:
+    monkeypatch.setattr("hf_linear_attention.training.losses.output_layer.MEGABYTES", LIMIT)
+    monkeypatch.setattr(ByRow.__init__, "__defaults__", (LIMIT,))
+    student, teacher = pair
+    batch = batch_of(student, 4, LENGTH)
+    with counted() as alive:
+        WORK[name](student, teacher, batch)
+    assert 0 < alive.peak <= LIMIT * 2**20
+    assert alive.peak > LIMIT * 2**20 / 8  # of what is allowed, no small part is used
+
+
+def test_the_limit_is_an_option_of_training() -> None:
+    assert recipe_of("causal_lm", max_logits_mb=64).optimization.max_logits_mb == 64
