@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import Head, Inputs, head_of
-from hf_linear_attention._common.reading import reading
+from hf_linear_attention._common.reading import read_json, reading
 from hf_linear_attention.attention.architectures import attention_modules
 from hf_linear_attention.attention.layer import LinearizedCrossAttention
 from hf_linear_attention.attention.survey import converted_features, is_bounded
@@ -24,7 +25,7 @@ from hf_linear_attention.attention.transformers_internals import loaded_names
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.options import SIZES
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.conversion_api import convert_config, refuse_converted, stock_model_class
+from hf_linear_attention.conversion_api import convert_config, refuse_converted, refuse_own_code, stock_model_class
 from hf_linear_attention.layer_ranges import layers_text, spread
 from hf_linear_attention.mechanisms.base import AttentionMechanism, MechanismInputs
 from hf_linear_attention.mechanisms.options import OWN
@@ -290,10 +291,22 @@ def stock_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
     """The config of the source.
 
     Raises:
-        UsageError: if there is none that transformers can read.
+        UsageError: if there is none that transformers can read, or the model has code of its own.
     """
+    content = read_json(source.config_file)
+    kind = content.get("model_type")
+    if content.get("auto_map") and not trust_remote_code and kind not in CONFIG_MAPPING:
+        raise UsageError(
+            f"{source.config_file}: transformers {transformers.__version__} has no `{kind}`, whose code is in the "
+            "checkpoint, and a converted checkpoint would not have it; only models of transformers are converted"
+        )
     with reading(source.config_file):
-        return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+    try:
+        refuse_own_code(type(config))
+    except ValueError as error:
+        raise UsageError(f"{source.config_file}: {error}") from None
+    return config
 
 
 def _refuse_quantized(source: Source, config: PreTrainedConfig) -> None:

@@ -16,8 +16,6 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hf_linear_attention._common import folders
 from hf_linear_attention._common.errors import TerminatedError, UsageError
 from hf_linear_attention._common.folders import staging
@@ -170,7 +168,6 @@ def _finish(conversion: Conversion, training: Training) -> None:
         ignored = shutil.ignore_patterns("checkpoint-*", f"{folders.INCOMPLETE}*", STAGES)
         shutil.copytree(trained, folder, ignore=ignored, dirs_exist_ok=True)
         _name_runs(folder, training)
-        _cast(conversion, folder, training.work / CONVERTED)
         share_permissions(folder)
         quality = None
         if arguments.validation_file is not None and task in MEASURED_TASKS:
@@ -195,17 +192,6 @@ def _name_runs(folder: Path, training: Training) -> None:
         name = f"{training.preset.name} (version {training.preset.version})"
         run_["training"] = {"preset": name, "stage": stage.name, **run_["training"]}
     (folder / HISTORY).write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
-
-
-def _cast(conversion: Conversion, folder: Path, converted: Path) -> None:
-    """Cast the weights, which were trained in float32, to the dtype of the converted model."""
-    dtype = json.loads((converted / "config.json").read_text(encoding="utf-8"))["dtype"]
-    if dtype == "float32":
-        return
-    model = conversion.plan.linear_class.from_pretrained(folder, dtype=getattr(torch, dtype))
-    for path in folder.glob("*.safetensors*"):  # there may be more files in float32
-        path.unlink()
-    model.save_pretrained(folder)
 
 
 def _describe(conversion: Conversion, training: Training) -> str:

@@ -48,13 +48,15 @@ def convert_config(
 
     Raises:
         TypeError: for both `settings` and `linear_attention`.
-        ValueError: for a model type that is already linear or unknown, or for impossible settings.
+        ValueError: for a model type that is already linear or unknown, for code of a checkpoint's own, or for
+            impossible settings.
     """
     if settings is not None and linear_attention:
         names = ", ".join(f"`{name}`" for name in linear_attention)
         raise TypeError(f"Got `settings` and also {names}; put everything into `settings`.")
     model_type = config.model_type
     refuse_converted(config)
+    refuse_own_code(type(config))
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"Model type `{model_type}` is not part of transformers, so its attention is unknown here.")
     fields = copy.deepcopy((config if extension is None else extension.config).to_dict())
@@ -80,6 +82,21 @@ def refuse_converted(config: PreTrainedConfig) -> None:
         )
 
 
+def refuse_own_code(own: type) -> None:
+    """Refuse a class that is not part of transformers, whose code a converted checkpoint would not have.
+
+    Raises:
+        ValueError: if it is one.
+    """
+    if own.__module__.partition(".")[0] == "transformers":
+        return
+    raise ValueError(
+        f"`{own.__name__}` is code of the checkpoint itself ({own.__module__}), and a converted checkpoint would not "
+        "have it; only models of transformers are converted. If transformers has a model for these weights, load that: "
+        "without `trust_remote_code`, or as an instance of its class."
+    )
+
+
 def _with_trained_length(settings: Any, config: PreTrainedConfig) -> Any:
     """Settings with the trained length that the config gives, if the mechanism has this option."""
     if not isinstance(settings, Mapping):
@@ -103,6 +120,12 @@ def stock_model_class(config: PreTrainedConfig) -> Any:
     # Configs that were published before transformers had the class spell it as their authors did: `MPTForCausalLM`.
     spelled = {stock.lower(): stock for stock in model_heads(config.model_type).values()}
     model_class = getattr(transformers, spelled.get(name.lower(), name), None)
+    if model_class is None and getattr(config, "auto_map", None):
+        raise ValueError(
+            f"The checkpoint names the class `{name}`, which is code of its own; a converted checkpoint would not have "
+            f"it. To convert the weights as a model of transformers, pass its class as `model_class`, or name it under "
+            "`architectures` in config.json."
+        )
     if model_class is None:
         raise ValueError(
             f"The checkpoint names the class `{name}`, which transformers {transformers.__version__} does not have; "
@@ -148,10 +171,13 @@ def convert(
     _check_arguments(model, model_class, from_pretrained)
     arguments = {"dtype": "auto", **(from_pretrained or {})}
     if isinstance(model, PreTrainedModel):
+        refuse_own_code(model_class or type(model))
         return _converted(model, model_class or type(model), max_position_embeddings, settings, linear_attention)
     hub = {
         k: arguments[k] for k in ("revision", "subfolder", "token", "cache_dir", "local_files_only") if k in arguments
     }
+    if arguments.get("trust_remote_code"):
+        refuse_own_code(type(AutoConfig.from_pretrained(model, trust_remote_code=True, **hub)))
     stock = AutoConfig.from_pretrained(model, **hub)
     refuse_converted(stock)
     stock_class = model_class or stock_model_class(stock)

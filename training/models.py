@@ -276,6 +276,22 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool
     return teacher
 
 
+def written_dtype(recipe: Recipe) -> str:
+    """The name of the dtype of the weights that are written at the end."""
+    dtype = getattr(load_config(recipe), "dtype", None) or torch.float32
+    return recipe.run.dtype or str(dtype).removeprefix("torch.")
+
+
+def cast(recipe: Recipe, folder: Path, dtype: str) -> None:
+    """Cast the weights in a folder, which are in float32, but for those that the model keeps so."""
+    if dtype == "float32":
+        return
+    model = _load(recipe, str(folder), is_trained=False, dtype=getattr(torch, dtype))
+    for path in folder.glob("*.safetensors*"):  # there may be more files in float32
+        path.unlink()
+    model.save_pretrained(folder)
+
+
 def _must_agree(recipe: Recipe) -> dict[str, bool]:
     """The settings in which student and teacher can differ, and whether the objectives in use need them to agree."""
     weights, logits = recipe.objective, recipe.task.logits

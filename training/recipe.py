@@ -394,6 +394,10 @@ class RunArguments:
     mixed_precision: Literal["no", "fp16", "bf16"] | None = shared(
         "Mixed precision; default: that of `accelerate launch`.", None
     )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = free(
+        "Dtype of the weights written at the end; default: that of the checkpoint. Until then they are float32.",
+        None,
+    )
     logging_steps: int = free("Optimizer steps between lines in metrics.jsonl.", 10, bounds=COUNT)
     eval_steps: int | None = free(
         "Optimizer steps between evaluations; default: evaluate at the start and the end only.",

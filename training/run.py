@@ -321,8 +321,10 @@ def run_stages(preset: Preset, given: Mapping[str, Any], run: Run) -> dict[str, 
     is_resumed = given.get("resume_from_checkpoint") is not None
     figures: dict[str, float] = {}
     before: Recipe | None = None
-    preset = fit_to(preset, model_without_weights(given))
+    model: Any = model_without_weights(given)
+    preset = fit_to(preset, model)
     runs = stage_runs(preset, given)
+    dtype = given.get("dtype") or str(model.config.dtype or torch.float32).removeprefix("torch.")
     if not is_resumed and is_main_process():  # resuming later must not find finished stages of an older run
         for _, options in runs:
             clear_output(Path(options["output_dir"]), everything=True)
@@ -334,6 +336,9 @@ def run_stages(preset: Preset, given: Mapping[str, Any], run: Run) -> dict[str, 
             options["resume_from_checkpoint"] = "latest"
         elif folder.exists():  # the last folder contains the others; a stage without a checkpoint starts again
             options["overwrite_output_dir"] = True
+        options["dtype"] = (
+            dtype if number == len(runs) else "float32"
+        )  # to which no stage casts what the next one trains
         place = f"stage {number} of {len(runs)}"
         logger.info("%s, %s, of preset %s (version %d)", place, stage.name, preset.name, preset.version)
         recipe = make_recipe(options)

@@ -58,7 +58,7 @@ from hf_linear_attention.training.distributed import (
     whole,
     without_sharding_class,
 )
-from hf_linear_attention.training.models import ADAPTER, merged_state_dict, with_dropout
+from hf_linear_attention.training.models import ADAPTER, cast, merged_state_dict, with_dropout, written_dtype
 from hf_linear_attention.training.recipe import DECIDED_WEIGHTS, DEFAULTS, FACTS, GONE, Recipe, RunArguments
 from hf_linear_attention.training.tracking import METRICS, plot_metrics
 
@@ -352,6 +352,7 @@ def save_final(
     folder.mkdir(parents=True)
     with folders.saving(recipe.output_dir):
         save_model(model, folder, weights)
+        cast(recipe, folder, written_dtype(recipe))
     processor.save_pretrained(folder)
     earlier: list[dict[str, Any]] = []
     with not_essential("what describes the model it was trained from"):
