@@ -125,11 +125,9 @@ def open_source(name: str, allow_pickle: bool = False, option: str = "model_name
     folder = root / modules[0]["path"] if modules else root
     for part in {root, folder}:
         check_checkpoint(part)
+    if (folder / "adapter_config.json").is_file():
+        raise UsageError(f"{name} contains an adapter; merge it into its base model (PEFT `merge_and_unload`) first")
     if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise UsageError(
-                f"{name} contains an adapter; merge it into its base model (PEFT `merge_and_unload`) first"
-            )
         raise UsageError(
             f"{name} contains no config.json, so it is not a transformers checkpoint; give the folder that has one"
         )

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from .attention.layer import LinearizedCrossAttention
 from .attention.survey import BoundedLayersError, NoRotaryError, RotaryError
-from .attention.transformers_internals import base_model_class, converting
+from .attention.transformers_internals import NOT_SAVED, base_model_class, converting, has_adapters
 from .attention_observation import ObservedAttention, observe_attention
 from .configuration_linear_attention import entries_of, linear_config_class, max_length_of, model_heads
 from .default_settings import DEFAULTS, direction_of
@@ -188,7 +188,10 @@ def convert(
     with converting(), _refused_sizes(config):
         loaded: Any = linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
     # transformers returns (model, loading info) if it is asked for both
-    _name(loaded[0] if isinstance(loaded, tuple) else loaded, os.fspath(model))
+    converted = loaded[0] if isinstance(loaded, tuple) else loaded
+    if has_adapters(converted):  # of a repository on the Hub
+        raise ValueError(ADAPTERS.format(name=model))
+    _name(converted, os.fspath(model))
     return loaded
 
 
@@ -199,8 +202,11 @@ def _name(converted: Any, source: str | None) -> None:
     puts the folder in its place.
     """
     converted.converted_from = source or "a model in memory"
-    name = f"a conversion of {converted.converted_from} that is not saved: call `save_pretrained(FOLDER)` on it first"
+    name = f"a conversion of {converted.converted_from} {NOT_SAVED}"
     converted.name_or_path = converted.config.name_or_path = name
+
+
+ADAPTERS = "{name} has adapters beside its weights; merge them first (PEFT's `merge_and_unload`), and save the result."
 
 
 def _check_arguments(model: Any, model_class: Any, from_pretrained: Any) -> None:
@@ -216,8 +222,12 @@ def _check_arguments(model: Any, model_class: Any, from_pretrained: Any) -> None
     if not (model_class is None or (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel))):
         raise TypeError(f"Got `model_class` = {model_class!r}; it must be a model class, such as `BertForMaskedLM`.")
     if isinstance(model, PreTrainedModel):
+        if has_adapters(model):
+            raise ValueError(ADAPTERS.format(name=f"This {type(model).__name__}"))
         return
     name = os.fspath(model)
+    if os.path.isfile(os.path.join(name, "adapter_config.json")):
+        raise ValueError(ADAPTERS.format(name=name))
     if not os.path.isdir(name) and not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", name):
         raise ValueError(f"Got {name!r}, which is neither a folder nor the name of a model on the Hub.")
 

@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -166,6 +167,15 @@ def is_loaded(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "_is_hf_initialized", False)
 
 
+# Ends the name of a conversion that has no folder yet.
+NOT_SAVED = "that is not saved: call `save_pretrained(FOLDER)` on it first"
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether adapters were loaded into or added to a model by transformers itself (5.16 to 5.24), not by PEFT."""
+    return getattr(model, "_hf_peft_config_loaded", False)
+
+
 class ModelHooks:
     """Mixed in before a stock model class: methods that transformers calls, under names of our own."""
 
@@ -185,6 +195,10 @@ class ModelHooks:
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As in transformers; after a conversion in Python also conversion_report.json and a model card."""
         super().save_pretrained(save_directory, *args, **kwargs)
+        if has_adapters(self):  # which transformers has saved alone
+            if getattr(self, "converted_from", None) is not None and self.name_or_path.endswith(NOT_SAVED):
+                warnings.warn(f"{save_directory} has adapters of {self.name_or_path}.", stacklevel=2)
+            return
         if hasattr(self, "converted_from"):  # the base of adapters that are saved from now on
             self.name_or_path = self.config.name_or_path = os.fspath(save_directory)
         is_converted = hasattr(self, "converted_from") or hasattr(self, "conversion_files")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import warnings
@@ -16,6 +17,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, StaticCache
 
 from hf_linear_attention import convert
+from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention.conversion.source import open_source
 from hf_linear_attention.positions import padding
 
 
@@ -182,3 +185,42 @@ def test_a_cache_from_inference_mode_goes_on_outside(name, static):
     if not static:
         model(IDS[:, :1], **past(cache)).logits.sum().backward()
         assert model.get_input_embeddings().weight.grad.abs().max() > 0
+
+
+ADAPTER = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+@pytest.fixture
+def any_peft(monkeypatch):
+    """transformers 5.24 asks for a version of PEFT that was not released with it."""
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda min_version: None)
+
+
+@torch.no_grad()
+def test_adapters_of_transformers_are_saved_alone(any_peft, tmp_path):
+    model = convert(stock_model("llama"), **MECHANISMS["linear"])
+    unsaved = copy.deepcopy(model)
+    unsaved.add_adapter(ADAPTER)
+    with pytest.warns(UserWarning, match=r"has adapters of a conversion of a model in memory that is not saved"):
+        unsaved.save_pretrained(tmp_path / "early")
+    model.save_pretrained(tmp_path / "out")
+    model.add_adapter(ADAPTER)
+    expected = model.eval()(IDS).logits
+    model.save_pretrained(tmp_path / "adapter")
+    assert not {"config.json", "conversion_report.json"} & {path.name for path in (tmp_path / "adapter").iterdir()}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not torch.equal(again(IDS).logits, expected)
+    again.load_adapter(str(tmp_path / "adapter"))
+    assert torch.equal(again.eval()(IDS).logits, expected)
+
+
+def test_a_model_with_adapters_is_not_converted(any_peft, tmp_path):
+    model = stock_model("llama")
+    model.save_pretrained(tmp_path / "both")
+    model.add_adapter(ADAPTER)
+    model.save_pretrained(tmp_path / "both")
+    for source in (model, str(tmp_path / "both")):
+        with pytest.raises(ValueError, match=r"has adapters beside its weights; merge them first"):
+            convert(source, **MECHANISMS["linear"])
+    with pytest.raises(UsageError, match=r"both contains an adapter; merge it into its base model"):
+        open_source(str(tmp_path / "both"))
