@@ -44,6 +44,11 @@ def check_checkpoint(folder: Path) -> None:
     for name in OBJECTS:
         if (folder / name).is_file():
             check_fields(folder / name, read_json(folder / name))
+    if (generation := folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig  # takes seconds, and some folders need it not
+
+        with reading(generation):
+            GenerationConfig.from_dict(read_json(generation))
     if (folder / "modules.json").is_file():
         read_modules(folder)
     for name in TEXT_FILES:

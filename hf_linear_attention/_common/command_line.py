@@ -167,8 +167,8 @@ def _read_yaml(path: str) -> dict[Any, Any]:
         values = load_yaml(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"`--config {path}` is not valid YAML: {' '.join(str(error).split())}") from error
-    if values is None:  # the file is empty or has only comments
-        return {}
+    if values is None:
+        raise UsageError(f"`--config {path}` has no options: it is empty, or has only comments")
     if not isinstance(values, dict):
         raise UsageError(f"`--config {path}` contains a {type(values).__name__}; it must map options to values")
     return values

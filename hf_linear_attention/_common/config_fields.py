@@ -48,6 +48,14 @@ def _are_settings(value: Any) -> bool:
     )
 
 
+def _is_rope(value: Any) -> bool:
+    """Parameters of rotary positions, of which there may be one object for each type of layer."""
+    if not isinstance(value, dict):
+        return True
+    base, factor = value.get("rope_theta", 1), value.get("factor", 1)
+    return all(number is None or _is_number(number) for number in (base, factor)) and (base is None or base > 0)
+
+
 def _are_runs(value: Any) -> bool:
     kinds: dict[str, Any] = {"training": dict, "metrics": dict, "dataset": (str, type(None))}
     return isinstance(value, list) and all(
@@ -89,6 +97,13 @@ CONFIG: list[Row] = [
         "max_position_embeddings|n_positions",
         "a whole number of at least 1",
         lambda value: _is_number(value) and value >= 1,
+    ),
+    ("dtype|torch_dtype", "the name of a dtype, such as bfloat16", lambda value: isinstance(value, str)),
+    (r"\w*rope_theta|rope_local_base_freq", "a number above 0", lambda value: _is_number(value) and value > 0),
+    (
+        "rope_parameters|rope_scaling",
+        "an object, in which `rope_theta` is a number above 0 and `factor` a number",
+        lambda value: isinstance(value, dict) and all(map(_is_rope, [value, *value.values()])),
     ),
     ("output_(attentions|hidden_states)", "true or false", lambda value: isinstance(value, bool)),
     ("sliding_window", "a whole number, or a list of them", lambda value: all(type(n) is int for n in _listed(value))),

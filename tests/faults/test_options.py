@@ -41,6 +41,13 @@ def test_training(linear_llama, files, tmp_path, name, value):
     assert_nothing_written(tmp_path)
 
 
+@pytest.mark.parametrize("content", ["", "# task: causal_lm"])
+@pytest.mark.parametrize("command", [convert, finetune])
+def test_a_file_without_options(command, content, tmp_path):
+    (tmp_path / "empty.yaml").write_text(content)
+    assert_refused(command("--config", tmp_path / "empty.yaml"), "empty.yaml` has no options")
+
+
 CONVERSION = {
     "attention": ["nosuch", "0-99999999999:linear", "0-:nosuch", ":linear", "linear,linear", "0:linear,0:hybrid"],
     "layers": ["x", "3-1", "0-99999999999", "99", "", "0.5", "\u0661"],

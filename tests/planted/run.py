@@ -213,17 +213,29 @@ def run_pytest(folder: Path, tests: list[str], output: Path) -> None:
     sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--tb=no", *tests, *options]))
 
 
+def part(text: str) -> tuple[int, int]:
+    """`K/N` as two numbers."""
+    first, step = map(int, text.split("/"))
+    if not 1 <= first <= step:
+        raise ValueError(text)
+    return first, step
+
+
 def main() -> int:
     """Plant the chosen errors, print a line for each, and write the results if asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("errors", nargs="*", help="ids or areas; by default all")
     parser.add_argument("--tests", nargs="+", help="files or nodes to run; by default those of the row, `killed_by`")
     parser.add_argument("--all", action="store_true", help="run the whole suite against each error")
+    parser.add_argument("--part", type=part, metavar="K/N", help="only every Nth error, from the Kth on")
     parser.add_argument("--jobs", type=int, default=1, help="copies in which errors are planted at the same time")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one error (1 hour with --all)")
     parser.add_argument("--json", type=Path, help="also append each result to this file, one JSON object a line")
     arguments = parser.parse_args()
     rows = [row for row in read_table() if not arguments.errors or {row["id"], row["area"]} & set(arguments.errors)]
+    if arguments.part is not None:
+        first, step = arguments.part
+        rows = rows[first - 1 :: step]
     if not rows:
         parser.error(f"no error has the id or the area {' or '.join(arguments.errors)}")
 

@@ -121,6 +121,30 @@ def test_resuming_is_bit_exact_with_dropout(
     assert largest_difference(changed, whole) > 0
 
 
+def test_another_learning_rate_and_length_hold_from_the_checkpoint_on(
+    finetune, causal: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The schedule of the new options, at the step of the checkpoint; that of the old ones had ended there."""
+    steps = ["--checkpointing_steps", 4, "--logging_steps", 1]
+    finetune(*causal, *steps, "--max_train_steps", 4, "--learning_rate", "1e-2")
+    events = finetune(
+        *causal, *steps, "--max_train_steps", 8, "--learning_rate", 8e-3, "--resume_from_checkpoint=latest"
+    )
+    assert [event["learning_rate"] for event in losses(events)][4:] == pytest.approx([4e-3, 3e-3, 2e-3, 1e-3])
+    assert "learning_rate: 0.01 -> 0.008" in caplog.text
+
+
+def test_an_optimizer_of_another_form_is_refused(finetune, causal: list[str], tmp_path: Path, capsys) -> None:
+    finetune(*causal, "--max_train_steps", 1, "--checkpointing_steps", 1)
+    checkpoint = tmp_path / "out" / "checkpoint-1"
+    for content in ({"optimizer": {"state": 3}}, [1], {"optimizer": {"state": {}, "param_groups": []}}):
+        torch.save(content, checkpoint / "optimizer.pt")
+        write_checksums(checkpoint)
+        finetune(*causal, "--max_train_steps", 2, "--resume_from_checkpoint=latest", expect=2)
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert re.search(r"checkpoint-1 cannot be used .*; resume from another checkpoint, or remove this one", error)
+
+
 def test_mixed_precision_keeps_float32_weights(finetune, causal: list[str], llama_teacher: str, tmp_path: Path) -> None:
     teacher = ["--teacher_name_or_path", llama_teacher, "--mixed_precision", "bf16", "--max_eval_tokens", 40]
     events = finetune(*causal, *teacher, "--max_train_steps", 6, "--learning_rate", "1e-2", "--logging_steps", 2)

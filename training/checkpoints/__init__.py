@@ -46,7 +46,7 @@ from hf_linear_attention._common.errors import SetupError, TrainingError, UsageE
 from hf_linear_attention._common.heads import is_without_head
 from hf_linear_attention._common.model_card import HISTORY, REPORT, training_facts, training_history, write_model_card
 from hf_linear_attention._common.options import Facts, OnResume
-from hf_linear_attention._common.reading import read_json
+from hf_linear_attention._common.reading import read_json, reading
 from hf_linear_attention.training.data.batches import CONTENT
 from hf_linear_attention.training.data.processors import Processor
 from hf_linear_attention.training.distributed import (
@@ -114,6 +114,7 @@ class TrainedParameters:
 
 
 STATE_FILE = "trainer_state.json"
+OTHER_CHECKPOINT = "resume from another checkpoint, or remove this one to start the run again"
 MODEL_FOLDER = "model"  # the name of the folder in which the finished model is written
 # Options say themselves what a change means on resumption (`recipe.py`). Any other fact in a checkpoint must not
 # change, except the number of processes, as long as no process has its own part of the optimizer.
@@ -294,7 +295,21 @@ class Checkpointer:
         return state
 
     def restore(self, checkpoint: Path, parts: dict[str, Any]) -> None:
-        """Load the state of `parts`, the schedule and the random state. The weights were loaded before."""
+        """Load the state of `parts`, the schedule and the random state. The weights were loaded before.
+
+        Raises:
+            UsageError: if a file has another content than this version writes.
+        """
+        schedule: Any = self.scheduler
+        # Of this run, which may differ from those in the files.
+        rates = [group["initial_lr"] for group in schedule.optimizer.param_groups]
+        with reading(checkpoint, OTHER_CHECKPOINT):
+            self._restore(checkpoint, parts)
+        schedule.base_lrs = rates
+        for group, rate, factor in zip(schedule.optimizer.param_groups, rates, schedule.lr_lambdas, strict=True):
+            group.update(initial_lr=rate, lr=rate * factor(schedule.last_epoch))
+
+    def _restore(self, checkpoint: Path, parts: dict[str, Any]) -> None:
         saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
         if (engine := engine_of(self.accelerator)) is not None:
             load_zero(engine, checkpoint)

@@ -191,13 +191,14 @@ def test_a_loss_that_is_no_number_names_the_examples(
     options: list[Any], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """It is noticed before it reaches the weights, even where no line is logged at this step."""
-    total, seen = TaskLoss.total, []
+    of_rows, seen = TaskLoss.of_rows, []
 
-    def poisoned(self: TaskLoss, batch: Any, *outputs: Any) -> torch.Tensor:
+    def poisoned(self: TaskLoss, logits: Any, rows: Any, batch: Any, teacher: Any) -> torch.Tensor:
         seen.append(batch["index"].tolist())
-        return total(self, batch, *outputs) * (torch.nan if len(seen) == 10 else 1)  # step 5, its second batch
+        value = of_rows(self, logits, rows, batch, teacher)
+        return value * (torch.nan if len(seen) == 10 else 1)  # step 5, its second batch
 
-    monkeypatch.setattr(TaskLoss, "total", poisoned)
+    monkeypatch.setattr(TaskLoss, "of_rows", poisoned)
     folder = tmp_path / "out"
     assert main(command(options, "--logging_steps", 100, folder=folder)) == 1
     error = capsys.readouterr().err.splitlines()[-1]
