@@ -102,8 +102,11 @@ def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, *
     figures = {
         **plan.figures,
         "calibrated on": calibrated,
-        **{name.replace("_", " "): value for name, value in outputs.items()},
+        **{name.replace("_", " "): value for name, value in outputs.items() if name != "beyond"},
     }
+    if (beyond := outputs.get("beyond")) is not None:
+        behind = f"tokens {beyond['first']:,} to {beyond['last']:,}"
+        figures |= {f"{name.replace('_', ' ')}, {behind}": beyond[name] for name in CHECKED if name in beyond}
     return {
         "base_model": source.name,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -191,20 +194,30 @@ def describe_result(
 
 
 def describe_checks(checks: Mapping[str, Any], has_layers: bool) -> list[str]:
-    """What the comparison with the source has found, in two lines."""
+    """What the comparison with the source has found, by line."""
     tensors, outputs = checks["tensors"], checks["student_against_teacher"]
     padding = outputs.get("padding_difference")
     unmoved = "" if padding is None else f"; padding moves the output by {padding:.1e}"
     left = tensors.get("not_compared", 0)  # reports of an interrupted run of an earlier version lack it
     others = f", {left} not compared (tied to others, or stored merged with them)" if left else ""
-    found = [text.format(outputs[name]) for name, text in CHECKED.items() if name in outputs]
-    return [
-        _line("checked", f"{tensors['equal']} of {tensors['compared']} base tensors are equal{others}{unmoved}"),
+    cast = f" after the cast to {' and '.join(tensors['cast_to'])}" if tensors.get("cast_to") else ""
+    longest, beyond = outputs.get("longest_sample"), outputs.get("beyond")
+    length = "" if longest is None else f" (at most {longest} tokens)"
+    lines = [
+        _line("checked", f"{tensors['equal']} of {tensors['compared']} base tensors are equal{cast}{others}{unmoved}"),
         _line(
             "untrained" if has_layers else "outputs",
-            "against the original, on each built-in sample alone: " + ", ".join(found),
+            f"against the original, on each built-in sample alone{length}: {_checked(outputs)}",
         ),
     ]
+    if beyond is not None:
+        where = f"behind the windows, on tokens {beyond['first']:,} to {beyond['last']:,} of a text"
+        lines.append(_line("", f"{where}: {_checked(beyond)}"))
+    return lines
+
+
+def _checked(figures: Mapping[str, Any]) -> str:
+    return ", ".join(text.format(figures[name]) for name, text in CHECKED.items() if name in figures)
 
 
 def healing_lines(plan: Plan, source: Source, output_dir: str) -> list[str]:

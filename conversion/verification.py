@@ -12,7 +12,8 @@ import inspect
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from pydoc_data.topics import topics
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from hf_linear_attention._common.errors import ConversionError
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.special_tokens import special_token
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
-from hf_linear_attention.configuration_linear_attention import max_length_of
+from hf_linear_attention.configuration_linear_attention import entries_of, max_length_of
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.default_settings import direction_of
@@ -35,6 +36,8 @@ from hf_linear_attention.training.losses.output_layer import ByRow, Rows
 from hf_linear_attention.training.recipe import MECHANISM
 
 
+# Tokens on which a model is looked at behind its windows, at most and at least.
+TOKENS_BEYOND, FEWEST_BEYOND = 256, 16
 LM_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 
 
@@ -54,17 +57,18 @@ def verify(folder: Path, source: Source, plan: Plan, tokenizer: PreTrainedTokeni
     return {"tensors": tensors, "student_against_teacher": outputs, "heads": head_figures(model, tokenizer)}
 
 
-def compare_tensors(folder: Path, source: Source, plan: Plan) -> dict[str, int]:
+def compare_tensors(folder: Path, source: Source, plan: Plan) -> dict[str, Any]:
     """Compare every mapped tensor in the files of both folders, with the source's tensor cast to the result's dtype.
 
     Returns:
-        The numbers of tensors that were `compared`, are `equal`, were `not_compared`, or belong to the `mechanism`.
+        The numbers of tensors that were `compared`, are `equal`, were `not_compared`, or belong to the `mechanism`; and
+        the dtypes to which some were `cast_to`.
 
     Raises:
         ConversionError: if a tensor changed, or none could be compared.
     """
     result = open_source(str(folder))
-    compared, not_compared, changed = 0, 0, []
+    compared, not_compared, changed, dtypes = 0, 0, [], set()
     for tensor in progress(plan.mapped, "verifying"):
         # Saving restores the names of the checkpoint format, which may differ from those in the model.
         names = [name for name in (tensor.source, tensor.target) if name in result.tensors]
@@ -73,6 +77,8 @@ def compare_tensors(folder: Path, source: Source, plan: Plan) -> dict[str, int]:
             continue  # it was merged from several tensors, or is tied to another tensor and not stored
         written, original = result.read(names[0]), source.read(tensor.source)
         compared += 1
+        if written.dtype != original.dtype:
+            dtypes.add(str(written.dtype).removeprefix("torch."))
         if plan.extension is not None and tensor.target in plan.extension.tables:
             is_equal = plan.extension.has_grown_from(str(tensor.target), written, original)
         else:
@@ -87,12 +93,17 @@ def compare_tensors(folder: Path, source: Source, plan: Plan) -> dict[str, int]:
     if changed:
         raise ConversionError(f"{len(changed)} tensors of the source have changed, the first is `{changed[0]}`")
     new = sum(MECHANISM in name for name in result.tensors)
-    return {"compared": compared, "equal": compared, "not_compared": not_compared, "mechanism": new}
+    counts = {"compared": compared, "equal": compared, "not_compared": not_compared, "mechanism": new}
+    return counts | ({"cast_to": sorted(dtypes)} if dtypes else {})
 
 
 @torch.no_grad()
-def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, float]:
-    """Compare student and teacher on each built-in sample, and the student on a padded batch of the samples."""
+def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    """Compare student and teacher on each built-in sample, and the student on a padded batch of the samples.
+
+    Decoders with a window compute softmax attention as long as a text fits into it; `beyond` has the figures of tokens
+    behind.
+    """
     samples = samples_of(model, tokenizer)
     is_text = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
     by_row = ByRow(model)
@@ -101,7 +112,7 @@ def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
         teacher, teacher_logits = zip(*(_outputs(by_row, sample) for sample in samples))
     if not all(torch.isfinite(output).all() for output in student):
         raise ConversionError("the outputs of the converted model on the built-in samples are not finite")
-    figures = {"hidden_state_error": _relative_error(student, teacher)}
+    figures: dict[str, Any] = {"hidden_state_error": _relative_error(student, teacher)}
     if is_text and direction_of(model.config) != "causal":
         means = zip(student, teacher)
         cosines = [F.cosine_similarity(a.mean(1), b.mean(1)).item() for a, b in means]
@@ -112,6 +123,9 @@ def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
         figures["logits_error"] = math.sqrt(found[:, 0].sum() / found[:, 1].sum().clamp(min=1e-30))
         if type(model).__name__.endswith(LM_HEADS):
             figures["kl_to_teacher"], figures["top1_agreement"] = found[:, 2:].mean(0).tolist()
+            figures["longest_sample"] = max(sample.shape[1] for sample in samples)
+            if (beyond := _beyond_window(by_row, tokenizer)) is not None:
+                figures["beyond"] = beyond
     if is_text:
         figures["padding_difference"] = _padding_difference(model, samples, student)
     return figures
@@ -155,6 +169,35 @@ def _logit_figures(mine: Rows, yours: Rows) -> torch.Tensor:
         return torch.stack([*squares, divergence(s, t), same], dim=-1).double()
 
     return mine.read(mine.all(), look)
+
+
+def exact_length(settings: Any) -> int | None:
+    """The number of tokens up to which a decoder with these settings computes softmax attention; None without windows.
+
+    It is that of the layer with the largest window, with its sinks and exact keys.
+    """
+    names = ("window_size", "num_sinks", "num_exact_keys")
+    sizes = [sum(entry.get(name) or 0 for name in names) for entry in entries_of(settings) if entry.get("window_size")]
+    return max(sizes, default=None)
+
+
+def _beyond_window(by_row: ByRow, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any] | None:
+    """The figures of the tokens `first` to `last` of a text of CPython, the first that the windows do not hold."""
+    model = by_row.model
+    first = exact_length(model.config.linear_attention)
+    if first is None or direction_of(model.config) != "causal" or built_in_text(model.config, tokenizer) is None:
+        return None
+    last = min(first + TOKENS_BEYOND, max_length_of(model.config) or first + TOKENS_BEYOND) - 1
+    text = "\n".join(text for _, text in sorted(topics.items()))[: 40 * (last + 1)]
+    ids = cast(Any, tokenizer)(text, return_tensors="pt").input_ids[:, : last + 1]
+    if ids.shape[1] <= last or last - first < FEWEST_BEYOND:
+        return None
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    mine = by_row.rows(batch)
+    with softmax_attention(model):
+        yours = by_row.rows(batch)
+    nats, same = _logit_figures(mine, yours)[first:, 2:].mean(0).tolist()
+    return {"first": first, "last": last, "kl_to_teacher": nats, "top1_agreement": same}
 
 
 def _relative_error(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> float:

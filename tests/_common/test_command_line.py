@@ -113,8 +113,6 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     file.write_text("learning_rate: 1e-3\nlayers: [0, 2]\ntask: a\ndtype:\n", encoding="utf-8")
     found = given("--config", str(file), "--task", "b", "--is-fast")
     assert found == {"learning_rate": 1e-3, "layers": "0,2", "task": "b", "is_fast": True}
-    file.write_text("# only a comment\n", encoding="utf-8")
-    assert given(f"--config={file}", "--task", "b") == {"task": "b"}
 
 
 def test_a_file_means_what_the_same_words_mean_on_the_command_line(tmp_path: Path) -> None:

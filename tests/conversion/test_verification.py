@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from pydoc_data.topics import topics
 
 import pytest
 import torch
 from architectures import tiny_model
 from checkpoints import tiny_tokenizer
+from matrix import stock_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +20,14 @@ from hf_linear_attention._common.errors import ConversionError
 from hf_linear_attention.conversion.plan import make_plan
 from hf_linear_attention.conversion.report import describe_checks
 from hf_linear_attention.conversion.source import open_source
-from hf_linear_attention.conversion.verification import TEXTS, compare_outputs, compare_tensors, text_samples, verify
+from hf_linear_attention.conversion.verification import (
+    TEXTS,
+    compare_outputs,
+    compare_tensors,
+    exact_length,
+    text_samples,
+    verify,
+)
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
@@ -84,6 +93,44 @@ def test_tensors_that_were_not_compared_are_counted_and_named(damaged):
     checks = {"tensors": counts, "student_against_teacher": {"hidden_state_error": 0.5}}
     (line, *_) = describe_checks(checks, has_layers=True)
     assert f"{len(plan.mapped) - 1} of {len(plan.mapped) - 1} base tensors are equal, 1 not compared" in line
+
+
+def test_a_cast_is_said(damaged):
+    def cast(weights):
+        weights.update({name: tensor.bfloat16() for name, tensor in weights.items()})
+
+    folder, source, plan = damaged(cast)
+    counts = compare_tensors(folder, source, plan)
+    assert counts["cast_to"] == ["bfloat16"]
+    (line, *_) = describe_checks({"tensors": counts, "student_against_teacher": {}}, has_layers=True)
+    assert "base tensors are equal after the cast to bfloat16" in line
+
+
+@torch.no_grad()
+def test_the_figures_of_tokens_behind_the_windows_are_given_apart():
+    """Each built-in sample fits into the largest window, where the model is its original."""
+    sizes = {"mechanism": "hybrid", "window_size": {"0": 120, "1-": 40}, "num_sinks": 2, "num_exact_keys": 0}
+    stock, tokenizer = stock_model("llama", max_position_embeddings=512), tiny_tokenizer(512)
+    assert exact_length(convert(stock, **sizes).config.linear_attention) == 122
+    whole = convert(stock, mechanism="window", window_size=128, num_sinks=0)
+    figures = compare_outputs(whole, tokenizer)
+    assert figures["longest_sample"] <= 128
+    assert figures["kl_to_teacher"] < 1e-6
+    beyond = figures["beyond"]
+    assert (beyond["first"], beyond["last"]) == (128, 383)
+    text = "\n".join(text for _, text in sorted(topics.items()))
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :384]
+    log_q, log_p = (m(ids).logits[0, 128:].double().log_softmax(-1) for m in (whole, stock.eval()))
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
+    assert kl > 1e-5
+    assert beyond["kl_to_teacher"] == pytest.approx(kl, rel=1e-3)  # float32
+    same = (log_p.argmax(-1) == log_q.argmax(-1)).double().mean().item()
+    assert beyond["top1_agreement"] == pytest.approx(same)
+    checks = {"tensors": {"equal": 1, "compared": 1}, "student_against_teacher": figures}
+    lines = describe_checks(checks, has_layers=True)
+    assert f"alone (at most {figures['longest_sample']} tokens): error of" in lines[1]
+    assert "behind the windows, on tokens 128 to 383 of a text: KL" in lines[2]
+    assert "beyond" not in compare_outputs(convert(stock, mechanism="linear"), tokenizer)
 
 
 def test_numbers_that_are_not_finite_are_noticed(damaged):
