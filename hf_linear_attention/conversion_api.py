@@ -83,12 +83,12 @@ def refuse_converted(config: PreTrainedConfig) -> None:
 
 
 def refuse_own_code(own: type) -> None:
-    """Refuse a class that is not part of transformers, whose code a converted checkpoint would not have.
+    """Refuse a class of neither transformers nor this package, whose code a converted checkpoint would not have.
 
     Raises:
         ValueError: if it is one.
     """
-    if own.__module__.partition(".")[0] == "transformers":
+    if own.__module__.partition(".")[0] in ("transformers", __name__.partition(".")[0]):
         return
     raise ValueError(
         f"`{own.__name__}` is code of the checkpoint itself ({own.__module__}), and a converted checkpoint would not "
@@ -171,6 +171,7 @@ def convert(
     _check_arguments(model, model_class, from_pretrained)
     arguments = {"dtype": "auto", **(from_pretrained or {})}
     if isinstance(model, PreTrainedModel):
+        refuse_converted(model.config)
         refuse_own_code(model_class or type(model))
         return _converted(model, model_class or type(model), max_position_embeddings, settings, linear_attention)
     hub = {

@@ -3,13 +3,11 @@ r"""Write a converted model in a form that other programs load without this pack
     %(prog)s OUT --to qwen3_5 --output_dir STOCK
     %(prog)s OUT --to onnx --output_dir ONNX
 
-    qwen3_5            from `--attention gated_delta --form qwen3_5`
-    granitemoehybrid   from `--attention linear --feature_map t2r --rope none`, with softmax layers if there are any
-    falcon_h1          from the same, with softmax heads
-    onnx               any decoder or encoder, for ONNX Runtime; in plain operators with `--opset plain`
+    qwen3_5   from `--attention gated_delta --form qwen3_5`
+    onnx      any decoder or encoder, for ONNX Runtime; in plain operators with `--opset plain`
 
-The first three are architectures of transformers. Their checkpoints need no code, so vLLM and other engines load them
-too. Before one is written, its logits and its greedy text are compared with those of OUT.
+Qwen3.5 is an architecture of transformers. Its checkpoints need no code, so vLLM and other engines load them too.
+Before one is written, its logits and its greedy text are compared with those of OUT.
 
 Exit codes: 0 done, 1 failed, 2 the request cannot be met, 130 interrupted, 143 SIGTERM.
 """
@@ -30,7 +28,7 @@ from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 
 PACKAGE = "hf_linear_attention.conversion.export"
 # The modules of this folder that write each form: `write(request)` returns the text to print.
-TARGETS = {"qwen3_5": "stock", "granitemoehybrid": "stock", "falcon_h1": "stock", "onnx": "onnx"}
+TARGETS = {"qwen3_5": "stock", "onnx": "onnx"}
 OPSETS = ("microsoft", "plain")
 
 

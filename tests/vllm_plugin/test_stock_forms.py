@@ -9,18 +9,16 @@ import sys
 
 import pytest
 import torch
-from conftest import LLAMA, WIDE, expected, prompts, save_tokenizer
+from conftest import WIDE, prompts, save_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention.conversion.export.stock import host_of
 
 
-T2R = {"mechanism": "linear", "feature_map": "t2r", "rope": "none", "decay": "learned"}
 ROWS = {
     # vLLM's delta rule for CPUs knows bfloat16 alone.
     "qwen3_5": ("qwen3", WIDE, {"mechanism": "gated_delta", "form": "qwen3_5", "layers": [0, 2]}, "bfloat16"),
-    "falcon_h1": ("llama", LLAMA | {"head_dim": 32}, T2R | {"softmax_heads": [[0, 1], [2, 0]]}, "float32"),
 }
 ALONE = """
 import json, sys
@@ -47,7 +45,6 @@ def test_vllm_writes_what_transformers_writes(target, tmp_path):
         for name, parameter in student.named_parameters():
             if ".linear_attention." in name:
                 parameter += 0.3 * torch.randn_like(parameter)
-    # Not by `export`: its check has a batch of two, whose steps transformers 5.19 gets wrong in Falcon-H1.
     host_of(target).rewritten(student, torch.float32).save_pretrained(tmp_path / "stock")
     save_tokenizer(tmp_path / "stock")
     texts = prompts(6)
@@ -61,9 +58,6 @@ def test_vllm_writes_what_transformers_writes(target, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    if dtype == "float32":
-        assert [tokens for tokens, _ in found] == expected(tmp_path / "stock", texts)
-        return
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", dtype=torch.float32).eval()
     errors = []
     for text, (tokens, given) in zip(texts, found):
