@@ -69,13 +69,9 @@ test-latest: $(VENV)/.installed ## The core with today's releases of transformer
 	$(BIN)/uv pip install --quiet --python $(LATEST) --index-strategy unsafe-best-match \
 		$(if $(LINKS),--find-links "$(LINKS)",--extra-index-url $(CPU_TORCH)) torch==2.13.0+cpu
 	$(BIN)/uv pip install --quiet --python $(LATEST) --upgrade torch==2.13.0+cpu --editable ".[test]"
-	$(BIN)/python -c "$(VERSIONS)" > $(LATEST)/tested
-	$(LATEST)/bin/python -c "$(VERSIONS)" | tee $(LATEST)/newest
-	@cmp -s $(LATEST)/tested $(LATEST)/newest && echo "the tested versions are the newest: \`make test\` runs the core with them" || true
-	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -p no:cacheprovider $(QUICK_START) \
-		$$(cmp -s $(LATEST)/tested $(LATEST)/newest || echo $(CORE) tests/architectures)
-VERSIONS = import importlib.metadata as m; print(*(f'{x} {m.version(x)}' for x in '$(PRINTED)'.split()), sep='\n')
-QUICK_START := tests/shipping/test_alone.py "tests/docs/test_commands.py::test_page[README.md]"
+	$(LATEST)/bin/python -c "import importlib.metadata as m; print(*(f'{x} {m.version(x)}' for x in '$(PRINTED)'.split()), sep='\n')"
+	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -p no:cacheprovider $(CORE) \
+		tests/architectures tests/shipping/test_alone.py "tests/docs/test_commands.py::test_page[README.md]"
 PRINTED := torch transformers accelerate peft sentence-transformers datasets tokenizers huggingface_hub
 CORE := $(addprefix tests/hf_linear_attention/test_, $(addsuffix .py, modeling generation cache long_inputs masks positions prompt_state convert))
 

@@ -223,7 +223,7 @@ def distance(
 
 
 def _outputs(by_row: ByRow, batch: dict[str, torch.Tensor]) -> tuple[Any, Rows | None]:
-    return by_row.outputs(batch, lambda: by_row.model(**batch))
+    return by_row.outputs(batch, call=lambda: by_row.model(**batch))
 
 
 def _divergences(mine: Rows, yours: Rows, rows: torch.Tensor) -> torch.Tensor:

@@ -190,7 +190,7 @@ def headline(report: Report, runs: Runs = ()) -> str:
     if not name:
         return "Converted, and not measured"
     if "beyond" in outputs:
-        return f"Converted, not trained: {CHECKED[name].format(outputs['beyond'][name])} behind the windows"
+        return f"Converted, not trained: {CHECKED[name].format(outputs['beyond'][name])} beyond the windows"
     return f"Converted, not trained: {CHECKED[name].format(outputs[name])} on short samples"
 
 

@@ -105,8 +105,8 @@ def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, *
         **{name.replace("_", " "): value for name, value in outputs.items() if name != "beyond"},
     }
     if (beyond := outputs.get("beyond")) is not None:
-        behind = f"tokens {beyond['first']:,} to {beyond['last']:,}"
-        figures |= {f"{name.replace('_', ' ')}, {behind}": beyond[name] for name in CHECKED if name in beyond}
+        where = f"tokens {beyond['first']:,} to {beyond['last']:,}"
+        figures |= {f"{name.replace('_', ' ')}, {where}": beyond[name] for name in CHECKED if name in beyond}
     return {
         "base_model": source.name,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -211,7 +211,7 @@ def describe_checks(checks: Mapping[str, Any], has_layers: bool) -> list[str]:
         ),
     ]
     if beyond is not None:
-        where = f"behind the windows, on tokens {beyond['first']:,} to {beyond['last']:,} of a text"
+        where = f"beyond the windows, on tokens {beyond['first']:,} to {beyond['last']:,} of Python's documentation"
         lines.append(_line("", f"{where}: {_checked(beyond)}"))
     return lines
 

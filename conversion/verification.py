@@ -12,7 +12,6 @@ import inspect
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any, cast
 
 import torch
@@ -36,7 +35,7 @@ from hf_linear_attention.training.losses.output_layer import ByRow, Rows
 from hf_linear_attention.training.recipe import MECHANISM
 
 
-# Tokens on which a model is looked at behind its windows, at most and at least.
+# Tokens on which a model is looked at beyond its windows, at most and at least.
 TOKENS_BEYOND, FEWEST_BEYOND = 256, 16
 LM_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 
@@ -101,8 +100,8 @@ def compare_tensors(folder: Path, source: Source, plan: Plan) -> dict[str, Any]:
 def compare_outputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
     """Compare student and teacher on each built-in sample, and the student on a padded batch of the samples.
 
-    Decoders with a window compute softmax attention as long as a text fits into it; `beyond` has the figures of tokens
-    behind.
+    Decoders with a window compute softmax attention as long as a text fits into it; `beyond` has the figures of the
+    tokens after that.
     """
     samples = samples_of(model, tokenizer)
     is_text = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
@@ -149,7 +148,7 @@ def _outputs(by_row: ByRow, sample: torch.Tensor) -> tuple[torch.Tensor, Rows | 
     with model.base_model.register_forward_hook(lambda module, args, output: seen.append(output)):
         _, logits = by_row.outputs(
             {"attention_mask": torch.ones_like(sample)},
-            lambda: model(**{**inputs, **choices}, output_hidden_states=True),
+            call=lambda: model(**{**inputs, **choices}, output_hidden_states=True),
         )
     if len(seen) != 1:  # the head calls parts of the base model (OPT, BART's decoder)
         seen = [model.base_model(**inputs, output_hidden_states=True)]
@@ -182,14 +181,13 @@ def exact_length(settings: Any) -> int | None:
 
 
 def _beyond_window(by_row: ByRow, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any] | None:
-    """The figures of the tokens `first` to `last` of a text of CPython, the first that the windows do not hold."""
+    """The figures of the tokens `first` to `last` of Python's documentation, the first that no window holds whole."""
     model = by_row.model
     first = exact_length(model.config.linear_attention)
     if first is None or direction_of(model.config) != "causal" or built_in_text(model.config, tokenizer) is None:
         return None
     last = min(first + TOKENS_BEYOND, max_length_of(model.config) or first + TOKENS_BEYOND) - 1
-    text = "\n".join(text for _, text in sorted(topics.items()))[: 40 * (last + 1)]
-    ids = cast(Any, tokenizer)(text, return_tensors="pt").input_ids[:, : last + 1]
+    ids = cast(Any, tokenizer)(_documentation()[: 40 * (last + 1)], return_tensors="pt").input_ids[:, : last + 1]
     if ids.shape[1] <= last or last - first < FEWEST_BEYOND:
         return None
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -198,6 +196,15 @@ def _beyond_window(by_row: ByRow, tokenizer: PreTrainedTokenizerBase | None) -> 
         yours = by_row.rows(batch)
     nats, same = _logit_figures(mine, yours)[first:, 2:].mean(0).tolist()
     return {"first": first, "last": last, "kl_to_teacher": nats, "top1_agreement": same}
+
+
+def _documentation() -> str:
+    """The text that `help()` shows for topics; empty where Python was installed without it."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return ""
+    return "\n".join(text for _, text in sorted(topics.items()))
 
 
 def _relative_error(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> float:

@@ -167,6 +167,8 @@ class TrainingLoop:
         if self.cached is not None and self.cached.teacher is None:
             note, layers = self.cached.note, _kept_layers(recipe)
         module = StudentWithObjectives(student, self.objectives, layers, note, optimization.max_logits_mb)
+        if accelerator.scaler is not None:
+            module.gradient_scale = accelerator.scaler.get_scale
         # The student needs no device placement, because it is on its device already.
         if uses_deepspeed(accelerator):
             wrapped, self.optimizer = prepare_zero(accelerator, student, module, optimizer)
@@ -426,7 +428,8 @@ def cached_teacher(context: RunContext, inputs: TrainInputs, objectives: Objecti
     logits = logits or (is_transfer and recipe.task.logits is not None)
     model = context.student if is_transfer or context.teacher is None else context.teacher.model
     config = model.config.get_text_config()
-    kinds: list[Kind] = [Logits(config.vocab_size, recipe.objective.temperature)] if logits else []
+    limit = recipe.optimization.max_logits_mb
+    kinds: list[Kind] = [Logits(config.vocab_size, recipe.objective.temperature, limit)] if logits else []
     if layers is not None:
         kinds.append(HiddenStates(layers, config.num_hidden_layers if layers == "all" else 1, config.hidden_size))
     with context.accelerator.main_process_first():

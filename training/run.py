@@ -181,7 +181,6 @@ def _teacher(
     if recipe.model.teacher_name_or_path is None:
         return None
     model = load_teacher(recipe, student, accelerator.mixed_precision != "no")
-    needs_logits = any(o.needs_logits and o.needs_teacher for _, o in objectives.values())
     layers = hidden_layers_of(recipe, objectives)
     if layers is None and recipe.task.logits is None:
         layers = "last"  # the evaluation compares them
@@ -190,7 +189,7 @@ def _teacher(
         windows = windows_for(model, processor, sequence_length(recipe, processor, student.config))
         if windows is not None:
             logger.info("the teacher reads longer texts in overlapping windows of its %d positions", windows.size)
-    return Teacher(model.to(accelerator.device), accelerator.autocast, needs_logits, layers, windows)
+    return Teacher(model.to(accelerator.device), accelerator.autocast, layers, windows)
 
 
 def _train(
@@ -245,7 +244,8 @@ def recall_probe(recipe: Recipe, processor: Processor, config: Any, examples: Ex
     if recipe.model.task != "causal_lm" or not recipe.task_options.recall_texts or examples is None:
         return None
     length, bos = sequence_length(recipe, processor, config), tokenizer_of(processor).bos_token_id
-    return RecallProbe(examples, length, recipe.task_options.recall_texts, max_length_of(config), bos)
+    options, limit = recipe.task_options, recipe.optimization.max_logits_mb
+    return RecallProbe(examples, length, options.recall_texts, max_length_of(config), bos, limit)
 
 
 def _train_inputs(context: RunContext, examples: Examples) -> TrainInputs:
@@ -336,9 +336,7 @@ def run_stages(preset: Preset, given: Mapping[str, Any], run: Run) -> dict[str, 
             options["resume_from_checkpoint"] = "latest"
         elif folder.exists():  # the last folder contains the others; a stage without a checkpoint starts again
             options["overwrite_output_dir"] = True
-        options["dtype"] = (
-            dtype if number == len(runs) else "float32"
-        )  # to which no stage casts what the next one trains
+        options["dtype"] = dtype if number == len(runs) else "float32"
         place = f"stage {number} of {len(runs)}"
         logger.info("%s, %s, of preset %s (version %d)", place, stage.name, preset.name, preset.version)
         recipe = make_recipe(options)

@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from hf_linear_attention._common.config_fields import check_fields
 from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.reading import AGAIN, read_json, reading, require_file, require_permission, short
 
 
@@ -47,7 +48,7 @@ def check_checkpoint(folder: Path) -> None:
     if (generation := folder / "generation_config.json").is_file():
         from transformers import GenerationConfig  # takes seconds, and some folders need it not
 
-        with reading(generation):
+        with reading(generation), quiet_transformers():
             GenerationConfig.from_dict(read_json(generation))
     if (folder / "modules.json").is_file():
         read_modules(folder)

@@ -99,7 +99,11 @@ CONFIG: list[Row] = [
         lambda value: _is_number(value) and value >= 1,
     ),
     ("dtype|torch_dtype", "the name of a dtype, such as bfloat16", lambda value: isinstance(value, str)),
-    (r"\w*rope_theta|rope_local_base_freq", "a number above 0", lambda value: _is_number(value) and value > 0),
+    (
+        r"\w*rope_theta|rope_local_base_freq",
+        "a number above 0",
+        lambda value: all(_is_number(entry) and entry > 0 for entry in _listed(value)),
+    ),
     (
         "rope_parameters|rope_scaling",
         "an object, in which `rope_theta` is a number above 0 and `factor` a number",

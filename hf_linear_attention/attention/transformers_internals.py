@@ -193,7 +193,8 @@ class ModelHooks:
         return convert(pretrained_model_name_or_path, model_class=cls.stock_class, **given)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As in transformers; after a conversion in Python also conversion_report.json and a model card."""
+        """As in transformers, which saves adapters of its own alone; after a conversion in Python also
+        conversion_report.json and a model card."""
         super().save_pretrained(save_directory, *args, **kwargs)
         if has_adapters(self):  # which transformers has saved alone
             if getattr(self, "converted_from", None) is not None and self.name_or_path.endswith(NOT_SAVED):

@@ -107,7 +107,7 @@ def test_a_cast_is_said(damaged):
 
 
 @torch.no_grad()
-def test_the_figures_of_tokens_behind_the_windows_are_given_apart():
+def test_the_figures_of_tokens_beyond_the_windows_are_given_apart():
     """Each built-in sample fits into the largest window, where the model is its original."""
     sizes = {"mechanism": "hybrid", "window_size": {"0": 120, "1-": 40}, "num_sinks": 2, "num_exact_keys": 0}
     stock, tokenizer = stock_model("llama", max_position_embeddings=512), tiny_tokenizer(512)
@@ -129,7 +129,7 @@ def test_the_figures_of_tokens_behind_the_windows_are_given_apart():
     checks = {"tensors": {"equal": 1, "compared": 1}, "student_against_teacher": figures}
     lines = describe_checks(checks, has_layers=True)
     assert f"alone (at most {figures['longest_sample']} tokens): error of" in lines[1]
-    assert "behind the windows, on tokens 128 to 383 of a text: KL" in lines[2]
+    assert "beyond the windows, on tokens 128 to 383 of Python's documentation: KL" in lines[2]
     assert "beyond" not in compare_outputs(convert(stock, mechanism="linear"), tokenizer)
 
 

@@ -35,7 +35,7 @@ FIELDS = {
     "model_type": [None, "nosuch", "../../x"],
     "architectures": ["LlamaForCausalLM", [3], ["NoSuchModel"], ["BertModel"]],
     "dtype": ["float33", "os", 3],
-    "rope_theta": ["10000.0"],
+    "rope_theta": ["10000.0", -1],
     "rms_norm_eps": ["x", -1.0],
     "attention_dropout": [2.0],
     "initializer_range": ["x"],

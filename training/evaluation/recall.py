@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention.training.data.packing import Examples, Tokens, shorten
 from hf_linear_attention.training.evaluation.retention import running_text, separate_windows
-from hf_linear_attention.training.losses.output_layer import ByRow
+from hf_linear_attention.training.losses.output_layer import MEGABYTES, ByRow
 
 
 RECALL = "eval_recall"
@@ -54,9 +54,19 @@ class RecallProbe:
     """Recall at the training length and, if the model has positions for it, at twice that length."""
 
     def __init__(
-        self, examples: Examples, length: int, most_rows: int, positions: int | None, bos_token_id: int | None
+        self,
+        examples: Examples,
+        length: int,
+        most_rows: int,
+        positions: int | None,
+        bos_token_id: int | None,
+        megabytes: float = MEGABYTES,
     ) -> None:
-        """Take the texts from the first `examples`; `positions` is their number in the model, or None."""
+        """Take the texts from the first `examples`; `positions` is their number in the model, or None.
+
+        At most so many `megabytes` of logits are alive together.
+        """
+        self.megabytes = megabytes
         stream = running_text(shorten(examples, most_rows * TIMES[-1] * length))
         lengths = [times for times in TIMES if times == 1 or times * length <= (positions or 2**62)]
         rows = {times: recall_rows(stream, times * length, most_rows, bos_token_id) for times in lengths}
@@ -65,19 +75,19 @@ class RecallProbe:
     @torch.no_grad()
     def __call__(self, model: PreTrainedModel, autocast: Callable[[], AbstractContextManager[Any]]) -> dict[str, float]:
         """The figures of the model, which stays in the mode that it had; none of a text that is too short."""
-        was_training, figures = model.training, {}
+        was_training, figures, by_row = model.training, {}, ByRow(model, self.megabytes)
         model.eval()
         with autocast():
             for name, (with_copy, without, copied) in self.rows.items():
-                figures[name] = 1 - _nats(model, with_copy, copied) / _nats(model, without, copied)
+                figures[name] = 1 - _nats(by_row, with_copy, copied) / _nats(by_row, without, copied)
         model.train(was_training)
         return figures
 
 
-def _nats(model: PreTrainedModel, rows: Tensor, copied: int) -> float:
+def _nats(by_row: ByRow, rows: Tensor, copied: int) -> float:
     """The mean nats of the last text of all rows `[R, N]` but its first token, which nothing announces."""
-    by_row, found = ByRow(model), list[Tensor]()
-    for row in rows.to(model.device).split(1):  # one by one, which needs no more memory than training
+    found: list[Tensor] = []
+    for row in rows.to(by_row.model.device).split(1):  # one by one, which needs no more memory than training
         targets = row[0].roll(-1)
 
         def look(logits: Tensor, part: Tensor, targets: Tensor = targets) -> None:

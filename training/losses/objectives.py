@@ -33,7 +33,7 @@ from hf_linear_attention.training.data.batches import Batch, aligned_labels, cou
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import load_config
 from hf_linear_attention.training.losses.divergence import divergence, widened
-from hf_linear_attention.training.losses.gradients import differentiated
+from hf_linear_attention.training.losses.gradients import GRADIENT_SCALE, differentiated
 from hf_linear_attention.training.losses.output_layer import MEGABYTES, ByRow, Rows
 from hf_linear_attention.training.losses.outputs import (
     Outputs,
@@ -499,6 +499,7 @@ class StudentWithObjectives(nn.Module):
         self.student, self.objectives, self.layers, self.note = student, objectives, layers, note
         self.numbers = [module.linear_attention.shape.layer for module in linear_attention_modules(student).values()]
         self.by_row = ByRow(student, megabytes) if self._needs_logits() else None
+        self.gradient_scale: Callable[[], float] = lambda: GRADIENT_SCALE
         self.observes_attention = any(objective.observes_attention for _, objective in objectives.values())
         if any(objective.needs_attention_weights for _, objective in objectives.values()):
             student.set_attn_implementation("eager")
@@ -554,9 +555,10 @@ class StudentWithObjectives(nn.Module):
             terms = {name: o.of_rows(some, numbers, batch, teacher) * scales[name] for name, o in used.items()}
             return self._weighted(terms), {name: term.detach() for name, term in terms.items()}
 
-        head = self.student.get_output_embeddings() if self.by_row and self.by_row.layer else None
-        parameters = () if head is None else head.parameters()
-        return logits.summed(rows, parameters, loss, any(o.needs_all_rows for o in used.values()))
+        layer = None if self.by_row is None else self.by_row.layer
+        parameters = () if layer is None else layer.module.parameters()
+        whole = any(o.needs_all_rows for o in used.values())
+        return logits.summed(rows, parameters, loss, self.gradient_scale(), whole)
 
     def _noted(self, batch: Batch) -> Outputs:
         """What the teacher would compute: the logits, or the hidden states if the task has no logits."""
@@ -570,10 +572,12 @@ class StudentWithObjectives(nn.Module):
         losses: list[Tensor] = []
         terms: dict[str, list[Tensor]] = {name: [] for name in self.objectives}
 
+        scale = self.gradient_scale()
+
         def observe(seen: ObservedAttention) -> None:
             mechanism, own = seen.module.linear_attention, StudentOutputs(attention=(seen,))
             parts = {name: o.total(batch, own, None)[0] * scales[name] for name, (_, o) in self.objectives.items()}
-            losses.append(differentiated(self._weighted(parts), mechanism.parameters()))
+            losses.append(differentiated(self._weighted(parts), mechanism.parameters(), scale))
             layers.append(mechanism.shape.layer)
             for name, part in parts.items():
                 terms[name].append(part.detach())

@@ -69,12 +69,18 @@ class Rows:
             read(self(part), part)
 
     def summed(
-        self, rows: Tensor, parameters: Iterable[nn.Parameter], loss: LossOfRows, whole: bool = False
+        self,
+        rows: Tensor,
+        parameters: Iterable[nn.Parameter],
+        loss: LossOfRows,
+        scale: float = GRADIENT_SCALE,
+        whole: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of `loss` over the row numbers [R] and the sums of its figures.
 
         Args:
             parameters: those of `head`.
+            scale: see `gradients.differentiated`.
             whole: whether the loss needs all rows at once.
         """
         trained = [source for source in (self.inputs, *parameters) if source.requires_grad and torch.is_grad_enabled()]
@@ -84,7 +90,7 @@ class Rows:
             inputs = self.inputs.detach()[part].requires_grad_(self.inputs.requires_grad)
             value, found = loss(self.head(inputs), part)
             leaves = [inputs if source is self.inputs else source for source in trained]
-            slopes = torch.autograd.grad(value * GRADIENT_SCALE, leaves, allow_unused=True) if leaves else ()
+            slopes = torch.autograd.grad(value * scale, leaves, allow_unused=True) if leaves else ()
             for leaf, gradient, slope in zip(leaves, gradients, slopes, strict=True):
                 if leaf is inputs:
                     gradient[part] = slope
@@ -92,7 +98,7 @@ class Rows:
                     gradient += slope
             total = total + value.detach()
             figures = {name: figures.get(name, 0) + figure for name, figure in found.items()}
-        return (with_gradients(total, gradients, trained) if trained else total), figures
+        return (with_gradients(total, gradients, trained, scale) if trained else total), figures
 
 
 @dataclass(frozen=True)
@@ -102,10 +108,6 @@ class OutputLayer:
     module: nn.Module
     after: Callable[[Tensor], Tensor]
     classes: int
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """Logits [..., classes] of inputs [..., D]."""
-        return self.after(self.module(inputs))
 
     @contextlib.contextmanager
     def replaced(self, use: Callable[[Tensor, Callable[[Tensor], Tensor]], None]) -> Iterator[None]:
@@ -133,13 +135,20 @@ class ByRow:
         self.model, self.megabytes, self.layer = model, megabytes, output_layer(model)
 
     def run(
-        self, use: Callable[[Rows], None], batch: Batch, call: Callable[[], Any] | None = None, **options: Any
+        self,
+        use: Callable[[Rows], None],
+        batch: Batch,
+        layers: str | None = None,
+        call: Callable[[], Any] | None = None,
     ) -> Any:
-        """The outputs of the model for a batch (those of `call`, or of `run_model`), without logits.
+        """The outputs of the model for a batch, without logits.
 
-        `use` is called once, while the model runs, unless it has no logits.
+        Args:
+            use: is called once, while the model runs, unless it has no logits.
+            layers: which hidden states the model returns (`run_model`).
+            call: what runs the model in place of `run_model`.
         """
-        call = call or (lambda: run_model(self.model, batch, **{"layers": None, **options}))
+        call = call or (lambda: run_model(self.model, batch, layers))
         layer = self.layer
         if layer is not None:
             with layer.replaced(lambda inputs, head: use(Rows(inputs, head, layer.classes, self.megabytes))):
@@ -152,10 +161,12 @@ class ByRow:
         use(Rows(logits.flatten(0, -2), lambda rows: rows, logits.shape[-1], self.megabytes))
         return outputs
 
-    def outputs(self, batch: Batch, call: Callable[[], Any] | None = None, **options: Any) -> tuple[Any, Rows | None]:
+    def outputs(
+        self, batch: Batch, layers: str | None = None, call: Callable[[], Any] | None = None
+    ) -> tuple[Any, Rows | None]:
         """What `run` returns, and the logits, if there are any. The output layer is applied when they are read."""
         found: list[Rows] = []
-        outputs = self.run(found.append, batch, call, **options)
+        outputs = self.run(found.append, batch, layers, call)
         return outputs, found[0] if found else None
 
     def rows(self, batch: Batch) -> Rows:

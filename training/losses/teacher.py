@@ -140,7 +140,6 @@ class Teacher:
         self,
         model: PreTrainedModel,
         autocast: Callable[[], AbstractContextManager[None]],
-        needs_logits: bool,
         layers: str | None,
         windows: TeacherWindows | None = None,
     ) -> None:
@@ -151,16 +150,16 @@ class Teacher:
         """
         self.windows = windows
         self.model = model.eval().requires_grad_(False)
-        self.autocast, self.needs_logits, self.layers = autocast, needs_logits, layers
+        self.autocast, self.layers = autocast, layers
         self.by_row = ByRow(self.model)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Outputs:
-        """The hidden states of the teacher for a batch and, if they are needed, its logits."""
+        """The hidden states of the teacher for a batch, and its logits, if there are any."""
         if self.windows is not None and batch["input_ids"].shape[1] > self.windows.size:
             return Outputs(None, self.windows.hidden_states(self._hidden_states, batch))
         with self.autocast():
-            outputs, rows = self.by_row.outputs(batch, layers=self.layers)
+            outputs, rows = self.by_row.outputs(batch, self.layers)
         states = hidden_states_of(outputs, self.layers), hidden_states_of(outputs, self.layers, "decoder_")
         return Outputs(None if rows is None else self._in_autocast(rows), *states)
 

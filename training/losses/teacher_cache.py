@@ -40,7 +40,7 @@ from hf_linear_attention._common.folders import staging
 from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.data.packing import Examples, Tokens
 from hf_linear_attention.training.losses.divergence import TopLogits
-from hf_linear_attention.training.losses.output_layer import chunks
+from hf_linear_attention.training.losses.output_layer import MEGABYTES, chunks
 from hf_linear_attention.training.losses.outputs import Outputs
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.recipe import MECHANISM
@@ -66,8 +66,8 @@ NOT_COMPUTED = {
 class Logits:
     """The logarithms of the probabilities at a temperature."""
 
-    def __init__(self, classes: int, temperature: float) -> None:
-        self.classes, self.temperature = classes, temperature
+    def __init__(self, classes: int, temperature: float, megabytes: float = MEGABYTES) -> None:
+        self.classes, self.temperature, self.megabytes = classes, temperature, megabytes
         self.name = "logits" if temperature == 1 else f"logits-at-{temperature:g}"
         self.ids = torch.int16 if classes <= 2**16 else torch.int32
         self.size = 2 * classes if classes <= FULL else LARGEST * (2 + self.ids.itemsize) + 2
@@ -76,7 +76,7 @@ class Logits:
         """The bytes [r, size] of the tokens `rows` [r] of a flattened batch."""
         if outputs.logits is None:
             raise RuntimeError("the teacher has no logits")
-        return torch.cat([self._encode(outputs.logits(part)) for part in chunks(rows, self.classes)])
+        return torch.cat([self._encode(outputs.logits(part)) for part in chunks(rows, self.classes, self.megabytes)])
 
     def _encode(self, logits: Tensor | TopLogits) -> Tensor:
         if isinstance(logits, TopLogits):

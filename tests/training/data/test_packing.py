@@ -146,7 +146,7 @@ def test_packed_documents_cost_what_they_cost_apart(family: str, mechanism: str)
         batch = pad([{**examples[index], "index": index} for index in range(len(examples))], 0)
         units = {name: objective.units(batch) for name, (_, objective) in module.objectives.items()}
         assert units == {"task_loss": 40, "logits_kl": 45}
-        yours = Teacher(teacher, nullcontext, needs_logits=True, layers=None)(batch)
+        yours = Teacher(teacher, nullcontext, layers=None)(batch)
         results.append(module(batch, yours, {name: 1 / count for name, count in units.items()})[1])
     assert results[0]["task_loss"] > 1
     for name in units:

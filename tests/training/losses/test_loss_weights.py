@@ -66,7 +66,7 @@ def gradient_of(student: nn.Module, teacher: Teacher, weights: dict[str, float])
 @pytest.fixture(scope="module")
 def teacher(llama_teacher: str) -> Teacher:
     model = LlamaForCausalLM.from_pretrained(llama_teacher).eval()
-    return Teacher(model, nullcontext, needs_logits=True, layers="all")
+    return Teacher(model, nullcontext, layers="all")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)

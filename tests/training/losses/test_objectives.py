@@ -76,7 +76,7 @@ def test_padding_changes_neither_loss_nor_units(task: str, name: str, request) -
     weights = {f"{other}_weight": float(other == name) for other in OBJECTIVES}
     objectives = build_objectives(recipe(task, **weights))
     module = StudentWithObjectives(student, objectives, "all")
-    watcher = Teacher(teacher, nullcontext, needs_logits=True, layers="all")
+    watcher = Teacher(teacher, nullcontext, layers="all")
     results = []
     for extra, fill in [(0, 0), (6, 0), (6, 77)]:
         batch = ragged_batch(task, extra, fill)

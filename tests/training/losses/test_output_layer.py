@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from recipes import recipe_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BartConfig,
@@ -37,13 +37,15 @@ from hf_linear_attention import convert
 from hf_linear_attention.conversion.comparison import distance
 from hf_linear_attention.conversion.softmax_choice import rank_heads, rank_layers
 from hf_linear_attention.conversion.verification import compare_outputs
+from hf_linear_attention.training.data.packing import StreamWindows
 from hf_linear_attention.training.evaluation import retention
 from hf_linear_attention.training.evaluation.evaluator import Evaluator
 from hf_linear_attention.training.evaluation.recall import RecallProbe
 from hf_linear_attention.training.losses.divergence import divergence
 from hf_linear_attention.training.losses.objectives import OBJECTIVES, StudentWithObjectives, build_objectives
-from hf_linear_attention.training.losses.output_layer import ByRow, output_layer
+from hf_linear_attention.training.losses.output_layer import ByRow, Rows, output_layer
 from hf_linear_attention.training.losses.teacher import Teacher
+from hf_linear_attention.training.losses.teacher_cache import Logits
 
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -133,7 +135,8 @@ def test_gradients_of_chunks_are_those_of_the_whole(name: str, frozen: str | Non
         name: torch.tensor(scale, dtype=torch.float64) for name, scale in (("task_loss", 0.3), ("logits_kl", 0.2))
     }
     module = StudentWithObjectives(student, objectives, None, megabytes=1e-9)
-    loss, figures = module(batch, Teacher(teacher, nullcontext, True, None)(batch), scales)
+    module.gradient_scale = lambda: 3.0
+    loss, figures = module(batch, Teacher(teacher, nullcontext, None)(batch), scales)
     (1.3 * loss).backward()
     trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
@@ -147,6 +150,44 @@ def test_gradients_of_chunks_are_those_of_the_whole(name: str, frozen: str | Non
     expected = torch.autograd.grad(1.3 * (0.7 * nats + 2 * kl), trained, allow_unused=True)
     for mine, yours in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, torch.zeros_like(mine) if yours is None else yours, rtol=1e-9, atol=1e-12)
+
+
+def test_what_overflows_in_float16_follows_the_scale() -> None:
+    """A `GradScaler` makes its scale smaller until nothing overflows, which it could not do for a fixed one."""
+    torch.manual_seed(0)
+    head = nn.Linear(16, 40).half()
+    inputs = (60 * torch.randn(8, 16)).half().requires_grad_()
+    targets, found = torch.arange(8), {}
+    for scale in (2.0**16, 8.0):
+        logits = Rows(inputs, head, 40, 1)
+
+        def loss(some: Tensor, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return F.cross_entropy(some.float(), targets[rows], reduction="sum"), {}
+
+        total, _ = logits.summed(logits.all(), head.parameters(), loss, scale)
+        (found[scale],) = torch.autograd.grad(scale * total, [head.weight])
+    assert not found[2.0**16].isfinite().all()
+    assert found[8.0].isfinite().all()
+    assert found[8.0].abs().max() > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "scaled before"])
+def test_chunks_in_mixed_precision(name: str) -> None:
+    """Casts of weights, which autocast keeps, serve all chunks; sums over chunks are in the dtype of the weights."""
+    torch.manual_seed(0)
+    task = "seq2seq_lm" if name == "scaled before" else "causal_lm"
+    model = MODELS[name]().eval()
+    batch, gradients = batch_of(model), []
+    weights = {f"{other}_weight": 0.0 for other in OBJECTIVES} | {"task_loss_weight": 1.0}
+    for megabytes in (1e-9, 256):
+        module = StudentWithObjectives(model, build_objectives(recipe_of(task, **weights)), None, megabytes=megabytes)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = module(batch, None, {"task_loss": torch.tensor(0.1)})
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    # bfloat16 has 8 bits, and the products of a chunk are rounded to it before they are summed.
+    assert (gradients[0] - gradients[1]).norm() < 0.01 * gradients[1].norm()
 
 
 # ---- Bytes
@@ -210,24 +251,29 @@ def trained(student: PreTrainedModel, teacher: PreTrainedModel, batch: dict[str,
     objectives = build_objectives(recipe_of("causal_lm", **weights))
     module = StudentWithObjectives(student, objectives, None, megabytes=LIMIT)
     scales = {name: torch.tensor(0.01) for name in objectives}
-    module(batch, Teacher(teacher, nullcontext, True, None)(batch), scales)[0].backward()
+    module(batch, Teacher(teacher, nullcontext, None)(batch), scales)[0].backward()
 
 
 def evaluated(student: PreTrainedModel, teacher: PreTrainedModel, batch: dict[str, Tensor]) -> None:
-    of_teacher = Teacher(teacher, nullcontext, False, None)
+    of_teacher = Teacher(teacher, nullcontext, None)
     Evaluator(Accelerator(cpu=True), "causal_lm", of_teacher, megabytes=LIMIT)(student, [batch])
 
 
 def recalled(student: PreTrainedModel, teacher: PreTrainedModel, batch: dict[str, Tensor]) -> None:
-    from hf_linear_attention.training.data.packing import StreamWindows
+    assert RecallProbe(StreamWindows(stream(), LENGTH, None), LENGTH, 4, None, None, LIMIT)(student, nullcontext)
 
-    assert RecallProbe(StreamWindows(stream(), LENGTH, None), LENGTH, 4, None, None)(student, nullcontext)
+
+def kept(student: PreTrainedModel, teacher: PreTrainedModel, batch: dict[str, Tensor]) -> None:
+    """The outputs of the teacher for its cache."""
+    rows = batch["attention_mask"].flatten().nonzero().squeeze(-1)
+    Logits(CLASSES, 1.0, LIMIT).encode(Teacher(teacher, nullcontext, None)(batch), rows)
 
 
 WORK = {
     "training": trained,
     "evaluation": evaluated,
     "recall": recalled,
+    "teacher cache": kept,
     "scores": lambda student, teacher, batch: retention.score(teacher, student, [batch]),
     "agreement": lambda student, teacher, batch: retention.agreement_length(
         teacher, batch["input_ids"][:, :32], batch["input_ids"][:, 32:]
@@ -241,7 +287,6 @@ WORK = {
 
 @pytest.mark.parametrize("name", WORK)
 def test_no_more_than_the_limit_is_alive(name: str, pair: tuple[PreTrainedModel, PreTrainedModel], monkeypatch) -> None:
-    monkeypatch.setattr("hf_linear_attention.training.losses.output_layer.MEGABYTES", LIMIT)
     monkeypatch.setattr(ByRow.__init__, "__defaults__", (LIMIT,))
     student, teacher = pair
     batch = batch_of(student, 4, LENGTH)

@@ -36,7 +36,7 @@ def batch_of_two() -> dict[str, torch.Tensor]:
 
 
 def check(model: PreTrainedModel, separable: bool) -> None:
-    teacher = Teacher(model, nullcontext, needs_logits=True, layers="all")
+    teacher = Teacher(model, nullcontext, layers="all")
     batch = batch_of_two()
     with torch.no_grad():
         expected = model(**batch, output_hidden_states=True)
@@ -64,7 +64,7 @@ def test_logits_by_row(model_class: type[PreTrainedModel], fixture: str, separab
 
 def test_teacher_never_trains(llama_teacher: str) -> None:
     model = LlamaForCausalLM.from_pretrained(llama_teacher).train()
-    teacher = Teacher(model, nullcontext, needs_logits=True, layers=None)
+    teacher = Teacher(model, nullcontext, layers=None)
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
     outputs = teacher(batch_of_two())
@@ -124,7 +124,7 @@ def expected(teacher: BertModel, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("lengths", [[17], [16, 29, 4], [23, 90, 41, 16]])
 def test_every_token_takes_the_window_in_which_it_is_most_central(teacher: BertModel, lengths: list[int]) -> None:
-    outputs = Teacher(teacher, nullcontext, False, "last", TeacherWindows(SIZE, BEFORE, AFTER))(batch_of(lengths))
+    outputs = Teacher(teacher, nullcontext, "last", TeacherWindows(SIZE, BEFORE, AFTER))(batch_of(lengths))
     (states,) = outputs.hidden_states
     for row, length in enumerate(lengths):
         torch.testing.assert_close(states[row, :length], expected(teacher, text(length)), atol=2e-6, rtol=1e-5)
@@ -134,7 +134,7 @@ def test_every_token_takes_the_window_in_which_it_is_most_central(teacher: BertM
 def test_texts_that_fit_are_read_as_they_are(teacher: BertModel) -> None:
     batch = batch_of([SIZE, 9])
     windows = TeacherWindows(SIZE, BEFORE, AFTER)
-    mine, yours = (Teacher(teacher, nullcontext, False, "all", use)(batch) for use in (windows, None))
+    mine, yours = (Teacher(teacher, nullcontext, "all", use)(batch) for use in (windows, None))
     for a, b in zip(mine.hidden_states, yours.hidden_states, strict=True):
         assert torch.equal(a, b)
 
