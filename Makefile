@@ -37,7 +37,7 @@ demo: $(VENV)/.installed ## Train a small Llama, convert it, and see what that c
 	$(BIN)/python benchmarks/demo.py --output_dir outputs/demo
 
 .PHONY: test
-test: $(VENV)/.installed ## The test suite (7 to 15 minutes on 2 cores)
+test: $(VENV)/.installed ## The test suite (6 to 20 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Everything whose oldest version is not stated comes from $(VENV).
