@@ -200,11 +200,13 @@ def output_layer(model: PreTrainedModel) -> OutputLayer | None:
         return seen[-1]
 
     tokens = torch.arange(1, 9, device=model.device).unsqueeze(0)  # 0 is often padding, which is embedded as zeros
-    decoder = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if model.config.is_encoder_decoder:
+        batch |= {"labels": tokens, "decoder_attention_mask": batch["attention_mask"]}
     was_training = model.training
     try:
         with head.register_forward_hook(replace):
-            outputs = model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens), **decoder)
+            outputs = run_model(model.eval(), batch, None)
     finally:
         model.train(was_training)
     logits = getattr(outputs, "logits", None)
