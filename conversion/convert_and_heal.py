@@ -18,7 +18,7 @@ from hf_linear_attention._common.command_line import file_options
 from hf_linear_attention._common.errors import TerminatedError, UsageError
 from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.model_card import HISTORY, PLOT, REPORT, is_hub_name
-from hf_linear_attention.conversion.options import GONE, RECIPE, request_kinds, request_of
+from hf_linear_attention.conversion.options import RECIPE, REMOVED, request_kinds, request_of
 from hf_linear_attention.conversion.output_folder import with_texts
 from hf_linear_attention.conversion.pipeline import Conversion, prepare, writing
 from hf_linear_attention.conversion.preset_plan import Training
@@ -111,7 +111,7 @@ def _options_of(recipe: str | os.PathLike | Mapping[str, Any]) -> Mapping[str, A
     if str(recipe) in preset_names():
         return {"preset": str(recipe)}
     if Path(recipe).is_file():
-        return file_options(os.fspath(recipe), request_kinds(), GONE)
+        return file_options(os.fspath(recipe), request_kinds(), REMOVED)
     raise UsageError(f"`recipe` = {str(recipe)!r} is neither a file nor a preset; presets: {', '.join(preset_names())}")
 
 

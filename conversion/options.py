@@ -18,7 +18,6 @@ from hf_linear_attention._common.options import (
     POSITIONS,
     SEED,
     Bounds,
-    Gone,
     Kind,
     OnResume,
     built,
@@ -44,16 +43,8 @@ DEFAULT = "default"
 RECIPE = "recipe.yaml"
 # The sizes that `--state_bytes` chooses.
 SIZES = ("window_size", "num_sinks", "num_features", "num_exact_keys")
-# Options of earlier versions, and what replaces them.
-GONE = {
-    "evaluate": Gone("use `hf-linear-attention evaluate --model_name_or_path OUT --teacher_name_or_path SRC`"),
-    "calibration_tokens": Gone("the first 4096 tokens of `--calibration_file` are used; give a shorter file for fewer"),
-    "position_init": Gone("new positions start from the old ones, again and again (`tiled`)", ("tiled",)),
-    "spectrum": Gone("report.html has the error of every head, under `Which heads are hard`", (False,)),
-    "verbose": Gone("the plan of every layer and tensor is in conversion_report.json, beside the weights", (False,)),
-    "model_class": Gone("load the model as that class, write it with `save_pretrained`, and convert this folder"),
-    **{name: gone for mechanism in MECHANISM_OPTIONS.values() for name, gone in mechanism.gone.items()},
-}
+# Options that there are no more, and what to do instead.
+REMOVED: dict[str, str] = {}
 
 
 ATTENTION_HELP = (
@@ -457,7 +448,7 @@ def parse(argv: Sequence[str], description: str | None = None) -> Request:
         usage="%(prog)s --model_name_or_path SRC --output_dir OUT [options]",
         description=description,
         order=["source", "result", "attention", *of_mechanisms, "training", "measuring"],
-        gone=GONE,
+        removed=REMOVED,
     )
     return request_of(given_options(parser, groups, argv))
 
@@ -474,7 +465,7 @@ def request_of(options: Mapping[str, Any]) -> Request:
         UsageError: naming every option that there is not, and every value that is wrong.
     """
     group = mechanism_arguments()
-    values = typed_options(options, request_kinds(), gone=GONE)
+    values = typed_options(options, request_kinds(), removed=REMOVED)
     (arguments,) = built([ConversionArguments], values)
     if problems := list(out_of_bounds(CONVERSION_FACTS, vars(arguments))):
         raise UsageError(*problems)

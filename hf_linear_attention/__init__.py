@@ -12,12 +12,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import warnings
 from collections.abc import Callable
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any, ClassVar
+from importlib.abc import MetaPathFinder
+from typing import Any
 
 from .extensions import EXTENSIONS
 from .torch_kernels.implementations import PROVIDERS
@@ -93,34 +90,6 @@ class _AfterTransformers(MetaPathFinder):
         return spec
 
 
-class _MovedModules(MetaPathFinder, Loader):
-    """Modules that docs/api.md named by another path: the old one works for one more release, with a warning."""
-
-    moved: ClassVar[dict[str, tuple[str, ...]]] = {
-        "cache": ("attention.cache",),
-        "kernels_cpu": ("kernels.cpu",),
-        "mechanism": ("mechanisms.base", "mechanisms.options"),
-        "prompt_state": ("state.prompt_state",),
-        "prompt_store": ("state.prompt_store",),
-    }
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        package, _, module = name.rpartition(".")
-        return ModuleSpec(name, self) if package == __name__ and module in self.moved else None
-
-    def create_module(self, spec: ModuleSpec) -> Any:
-        new = [f"{__name__}.{name}" for name in self.moved[spec.name.rpartition(".")[2]]]
-        text = " and ".join(f"`{name}`" for name in new)
-        warnings.warn(f"`{spec.name}` is now {text}; the old name goes in the next release.", FutureWarning)
-        module = ModuleType(spec.name)
-        for name in new:
-            module.__dict__.update(vars(importlib.import_module(name)))
-        module.__dict__.update(__spec__=spec, __name__=spec.name)
-        return module
-
-    def exec_module(self, module: Any) -> None: ...
-
-
 _AUTO_CONFIGS = "transformers.models.auto.configuration_auto"
 _register = _on_demand("registration", "register")
 # `--help` needs no transformers, so that this import must not import it.
@@ -128,7 +97,6 @@ if _AUTO_CONFIGS in sys.modules:
     _register()
 else:
     sys.meta_path.insert(0, _AfterTransformers())
-sys.meta_path.append(_MovedModules())
 PROVIDERS.append(_on_demand("kernels", "register_kernels"))
 EXTENSIONS["first_instance"] = _on_demand("registration", "register_heads")
 EXTENSIONS["checkpoint_code"] = _on_demand("checkpoint_code", "checkpoint_code")

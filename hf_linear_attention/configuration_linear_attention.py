@@ -32,7 +32,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from .attention.transformers_internals import is_causal_lm, is_masked_lm, stock_heads
 from .extensions import EXTENSIONS, FORMAT_VERSION, PREFIX, installed_package
-from .mechanisms.options import COMMON_SETTINGS, DROPPABLE, MECHANISM_OPTIONS, NAMED_LAYERS, MechanismOptions, Option
+from .mechanisms.options import (
+    COMMON_SETTINGS,
+    DROPPABLE,
+    MECHANISM_OPTIONS,
+    NAMED_LAYERS,
+    REMOVED_SETTINGS,
+    MechanismOptions,
+    Option,
+)
 
 
 MODELING_MODULE = "modeling_linear_attention"
@@ -79,9 +87,11 @@ class LinearAttentionSettings(dict):
         mechanism = MECHANISM_OPTIONS.get(given["mechanism"]) if isinstance(given["mechanism"], str) else None
         if mechanism is None:
             raise SettingsError([unknown_mechanism(given["mechanism"])])
-        problems = _gone_problems(given, mechanism)
+        for name, value in REMOVED_SETTINGS.items():
+            if name in given and name not in mechanism.options and given[name] == value:
+                del given[name]
         filled = mechanism.filled(given)
-        problems += _option_problems(given, filled, mechanism.options, num_layers)
+        problems = _option_problems(given, filled, mechanism.options, num_layers)
         problems += _layer_problems(given["layers"], num_layers) + _drop_problems(given["drop"])
         problems += _softmax_head_problems(given, mechanism, filled)
         problems += _cross_attention_problems(given["cross_attention"], mechanism, given["mechanism"], filled)
@@ -190,16 +200,6 @@ class SettingsError(ValueError):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("Invalid `linear_attention` settings:\n" + "\n".join(f"  - {text}" for text in problems))
         self.problems = problems
-
-
-def _gone_problems(given: dict[str, Any], mechanism: type[MechanismOptions]) -> list[str]:
-    """Take options of earlier versions out of `given`, and name those that ask for what there is no more."""
-    taken = {name: given.pop(name) for name in mechanism.gone if name in given}
-    return [
-        f"`{name}` = {value!r} is not possible any more; {mechanism.gone[name].instead}"
-        for name, value in taken.items()
-        if not mechanism.gone[name].is_harmless(value)
-    ]
 
 
 def _option_problems(

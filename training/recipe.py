@@ -22,7 +22,6 @@ from hf_linear_attention._common.options import (
     SEED,
     SIZE,
     Bounds,
-    Gone,
     OnResume,
     facts_of,
     option,
@@ -431,29 +430,8 @@ GROUPS = (ModelArguments, DataArguments, ObjectiveArguments, OptimizationArgumen
 FACTS = facts_of(*GROUPS)
 DEFAULTS = {entry.name: entry.default for group in GROUPS for entry in fields(group) if entry.default is not MISSING}
 
-
-GONE = {
-    "disable_dropout": Gone("leave it out: dropout is off whenever a teacher is imitated"),
-    "early_stopping_patience": Gone("give `--load_best_model_at_end`"),
-    "max_eval_samples": Gone("give `--max_eval_tokens`"),
-    "max_eval_chars": Gone("give `--max_eval_tokens`"),
-    "loss_on": Gone("leave it out: only the answers of conversations are learned", ("answers",)),
-    "doc_stride": Gone("leave it out: parts of a context share 128 tokens, or a quarter of `--max_length` if less"),
-    "transfer_layers": Gone("leave it out: all layers are trained at once"),
-    "layers_per_block": Gone("leave it out: all layers are trained at once"),
-    "offload_folder": Gone("leave it out: memory must hold the model"),
-    "on_bad_rows": Gone("leave it out: bad rows are always refused with their places", ("raise",)),
-    "streaming": Gone("leave it out: files are mapped into memory from the cache of `datasets` on disk", (False,)),
-    "layer_patience": Gone("leave it out: `--max_train_tokens` limits attention transfer"),
-    "lora_dropout": Gone("leave it out: adapters are trained without dropout", (0,)),
-    "ema_decay": Gone("leave it out: the weights of the last step, or of the best evaluation, are saved"),
-    "untie_embeddings": Gone("leave it out: embeddings stay as the checkpoint has them"),
-    "window_dropout": Gone("give `--far_share_weight`, which trains what is beyond the window"),
-    "use_dora": Gone("leave it out: LoRA takes its place", (False,)),
-    "warmup_steps": Gone("give `--warmup_ratio`, the fraction of the steps", (0,)),
-}
-# Those with which an unfinished run would go on as another one.
-DECIDED_WEIGHTS = ("loss_on", "doc_stride", "transfer_layers", "on_bad_rows", "streaming")
+# Options that there are no more, and what to do instead.
+REMOVED: dict[str, str] = {}
 
 
 def parse_dims(text: str | None) -> tuple[int, ...]:

@@ -44,8 +44,8 @@ from hf_linear_attention.training.presets import (
 )
 from hf_linear_attention.training.recipe import (
     FACTS,
-    GONE,
     GROUPS,
+    REMOVED,
     TEACHER_WEIGHTS,
     TRANSFER_WEIGHTS,
     Recipe,
@@ -308,7 +308,7 @@ def build_parser(description: str | None = None) -> Parser:
         prog=typed_name("python training/finetune.py"),
         usage="%(prog)s --task TASK --model_name_or_path MODEL --output_dir OUT [options]",
         description=description,
-        gone=GONE,
+        removed=REMOVED,
     )
 
 
@@ -341,7 +341,7 @@ def make_recipe(options: Mapping[str, Any]) -> Recipe:
     Raises:
         UsageError: if the options cannot work; it names all problems.
     """
-    values = typed_options(options, kinds_of(*GROUPS), gone=GONE)
+    values = typed_options(options, kinds_of(*GROUPS), removed=REMOVED)
     recipe = Recipe(*built(GROUPS, values))
     recipe.given = frozenset(values)
     fill_defaults(recipe)
@@ -360,7 +360,7 @@ def check_stages(preset: Preset, given: dict[str, Any]) -> None:
     Raises:
         UsageError: if the options cannot work; it names all problems of the first stage that has any.
     """
-    given |= typed_options(given, kinds_of(*GROUPS, PresetArguments), gone=GONE)
+    given |= typed_options(given, kinds_of(*GROUPS, PresetArguments), removed=REMOVED)
     built(GROUPS, given)  # refuses what is missing
     runs = stage_runs(preset, given)
     if unused := _unused(given, runs):

@@ -21,7 +21,6 @@ import yaml
 from hf_linear_attention._common.errors import RunError, TerminatedError, UsageError, one_line
 from hf_linear_attention._common.options import (
     NOTHING,
-    Gone,
     Kind,
     kinds_of,
     typed_options,
@@ -64,7 +63,7 @@ class Parser(argparse.ArgumentParser):
     Args:
         groups: dataclasses whose fields are options. Their values stay texts; `given_options` gives them their types.
         order: the headings in the order of `--help`; others follow.
-        gone: options of earlier versions, and what to do instead.
+        removed: options that there are no more, and what to do instead.
         **options: as in argparse.
     """
 
@@ -73,10 +72,10 @@ class Parser(argparse.ArgumentParser):
         groups: Sequence[type] = (),
         *,
         order: Sequence[str] = (),
-        gone: Mapping[str, Gone] = NOTHING,
+        removed: Mapping[str, str] = NOTHING,
         **options: Any,
     ) -> None:
-        self.gone = gone
+        self.removed = removed
         super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter, **options})
         headings = {heading: self.add_argument_group(heading) for heading in order}
         for group in groups:
@@ -96,7 +95,7 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else args
         given = [word[2:].split("=", 1)[0].replace("-", "_") for word in words if word.startswith("--")]
         if unknown := [name for name in given if name not in known]:
-            raise UsageError(*(unknown_option(name, known, self.gone) for name in unknown))
+            raise UsageError(*(unknown_option(name, known, self.removed) for name in unknown))
         values = super().parse_args(args, namespace)
         if problems := list(unusable_texts(vars(values))):
             places = [action.dest for action in self._actions if not action.option_strings]
@@ -134,16 +133,16 @@ def given_options(
     """
     values, kinds = vars(parser.parse_args(list(argv))), kinds_of(*groups)
     path = _config_path(values.pop("config", None), named)
-    return ({} if path is None else file_options(path, kinds, parser.gone)) | typed_options(values, kinds)
+    return ({} if path is None else file_options(path, kinds, parser.removed)) | typed_options(values, kinds)
 
 
-def file_options(path: str, kinds: Mapping[str, Kind], gone: Mapping[str, Gone] = NOTHING) -> dict[str, Any]:
+def file_options(path: str, kinds: Mapping[str, Kind], removed: Mapping[str, str] = NOTHING) -> dict[str, Any]:
     """The options in a YAML file, as `typed_options` gives them.
 
     Raises:
         UsageError: if it is no YAML of options, or has an option that there is not or a value that cannot be used.
     """
-    return typed_options(_read_yaml(path), kinds, f" in {path}", gone)
+    return typed_options(_read_yaml(path), kinds, f" in {path}", removed)
 
 
 def _config_path(path: str | None, named: Path | None) -> str | None:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hf_linear_attention._common.errors import UsageError, one_line
-from hf_linear_attention.mechanisms.options import Gone
 
 
 T = TypeVar("T")
@@ -195,7 +194,7 @@ Kind = tuple[Any, tuple[str, ...] | None]
 """The type of an option's value (`Any`: whoever reads the option turns it into its own type), and its choices."""
 
 
-NOTHING: Mapping[str, Gone] = types.MappingProxyType({})
+NOTHING: Mapping[str, str] = types.MappingProxyType({})
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 NEEDED = {int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -218,7 +217,7 @@ def _kind(hint: Any, choices: Sequence[str] | None) -> Kind:
 
 
 def typed_options(
-    values: Mapping[Any, Any], kinds: Mapping[str, Kind], place: str = "", gone: Mapping[str, Gone] = NOTHING
+    values: Mapping[Any, Any], kinds: Mapping[str, Kind], place: str = "", removed: Mapping[str, str] = NOTHING
 ) -> dict[str, Any]:
     """The options with values of their own types, from texts of a command line or values of YAML or Python.
 
@@ -229,13 +228,12 @@ def typed_options(
         values: the values by the names of options.
         kinds: all options that there are.
         place: where the values stand, for errors, as in " in recipe.yaml".
-        gone: options of earlier versions, which an old file may still name.
+        removed: options that there are no more, and what to do instead.
 
     Raises:
         UsageError: naming every option that there is not, and every value that cannot be used.
     """
-    values = {name: value for name, value in values.items() if name not in gone or not gone[name].is_harmless(value)}
-    problems = [unknown_option(str(name), kinds, gone, place) for name in values if name not in kinds]
+    problems = [unknown_option(str(name), kinds, removed, place) for name in values if name not in kinds]
     found = {}
     for name, value in values.items():
         if name in kinds and value is not None:
@@ -308,10 +306,10 @@ def built(groups: Sequence[type], values: Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def unknown_option(name: str, names: Iterable[str], gone: Mapping[str, Gone] = NOTHING, place: str = "") -> str:
+def unknown_option(name: str, names: Iterable[str], removed: Mapping[str, str] = NOTHING, place: str = "") -> str:
     """A sentence about an option that there is not: what replaces it, or what may have been meant."""
-    if name in gone:
-        return f"`--{name}`{place} is not an option any more; {gone[name].instead}"
+    if name in removed:
+        return f"`--{name}`{place} is not an option any more; {removed[name]}"
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean `{close[0]}`?" if close else "`--help` lists the options, and abbreviations are not allowed"
     return f"`--{name}`{place} is not an option; {hint}"

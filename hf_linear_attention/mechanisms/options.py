@@ -23,8 +23,8 @@ DROPPABLE = ("attention_sinks", "position_bias", "sliding_window", "softcap")
 COMMON_SETTINGS: dict[str, Any] = {
     "layers": "all", "softmax_heads": [], "drop": [], "cross_attention": False, "rotary": None,
 }  # fmt: skip
-# Values of earlier versions, and what to take instead.
-GONE_CHOICES = {"both": "`linear` or `gated_delta`", "separate": "`joint`", "squared_relu": "`relu`"}
+# Settings that checkpoints may have though they are options no more, each with the value that changed nothing.
+REMOVED_SETTINGS: dict[str, Any] = {"uniform_mixing": 0, "pinv_iterations": 6, "activation": "silu"}
 LARGEST = 2**40  # of any whole number: sizes above are beyond every memory, and then beyond the integers of torch
 
 
@@ -57,25 +57,12 @@ class Option:
         if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number"
         if self.choices and value not in self.choices:
-            gone = f", and `{value}` is gone: take {GONE_CHOICES[value]}" if value in GONE_CHOICES else ""
-            return "must be one of " + ", ".join(f"`{choice}`" for choice in self.choices) + gone
+            return "must be one of " + ", ".join(f"`{choice}`" for choice in self.choices)
         if self.kind is int and value > self.maximum:
             return f"must be at most {self.maximum:,}; choose a smaller number"
         if self.minimum is not None and value < self.minimum:
             return f"must be at least {self.minimum}"
         return None
-
-
-@dataclass(frozen=True)
-class Gone:
-    """An option of earlier versions: what to do instead, and its values that ask for what is done anyway."""
-
-    instead: str
-    harmless: tuple[Any, ...] = ()
-
-    def is_harmless(self, value: Any) -> bool:
-        """Whether this value asks for what is done anyway; None asks for nothing."""
-        return value is None or value in self.harmless
 
 
 class MechanismOptions:
@@ -89,7 +76,6 @@ class MechanismOptions:
     """
 
     options: ClassVar[dict[str, Option]] = {}
-    gone: ClassVar[dict[str, Gone]] = {}
     supports_causal: ClassVar[bool] = False
     supports_bidirectional: ClassVar[bool] = False
     supports_cross: ClassVar[bool] = False
@@ -300,10 +286,6 @@ class PerformerOptions(LinearOptions):
         "seed": Option(int, 0, "seed of the random projection", minimum=0),
     }
 
-    gone: ClassVar[dict[str, Gone]] = {
-        "uniform_mixing": Gone("leave it out: the outputs are those of attention, without a share of the mean", (0,))
-    }
-
     @classmethod
     def traits(cls, settings: Mapping[str, Any]) -> FeatureMapTraits:
         """The traits of the random features that `settings` name."""
@@ -426,7 +408,6 @@ class NystromOptions(MechanismOptions):
             maximum=MOST_FEATURES,
         ),
     }
-    gone: ClassVar[dict[str, Gone]] = {"pinv_iterations": Gone("leave it out: there are 6, as in the paper", (6,))}
     supports_bidirectional = supports_padding = supports_gqa = True
 
     @classmethod
@@ -658,7 +639,6 @@ class GatedDeltaOptions(MechanismOptions):
         **ROPE_OPTIONS,
         "rope": replace(ROPE_OPTIONS["rope"], needs=OF_OUR_FORM),
     }
-    gone: ClassVar[dict[str, Gone]] = {"activation": Gone("leave it out: it is silu", ("silu",))}
     supports_causal = supports_padding = supports_state = supports_gqa = supports_softmax_heads = True
 
     @classmethod

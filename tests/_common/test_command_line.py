@@ -13,7 +13,7 @@ import yaml
 
 from hf_linear_attention._common.command_line import Parser, given_options, run_command
 from hf_linear_attention._common.errors import ConversionError, RunError, TerminatedError, TrainingError, UsageError
-from hf_linear_attention._common.options import Gone, option
+from hf_linear_attention._common.options import option
 from hf_linear_attention._common.safe_yaml import load_yaml
 
 
@@ -95,7 +95,7 @@ def test_sigterm_is_one_line_after_the_way_out_and_the_handler_is_restored(capsy
 
 
 def given(*argv: str) -> dict[str, object]:
-    return given_options(Parser([Arguments], gone={"lost": Gone("give `--task`", (0,))}), [Arguments], argv)
+    return given_options(Parser([Arguments], removed={"lost": "give `--task`"}), [Arguments], argv)
 
 
 def test_unknown_options_are_listed_at_once_with_what_was_meant() -> None:

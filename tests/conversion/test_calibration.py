@@ -199,10 +199,6 @@ def test_a_vision_model_is_calibrated_on_images(tmp_path):
     ("words", "said"),
     [
         (["--calibration_file", "TEXT"], ["`hybrid` with these settings has nothing to calibrate"]),
-        (
-            [*FAVOR, "--calibration_tokens", 9],
-            ["not an option any more; the first 4096 tokens of"],
-        ),
         ([*FAVOR, "--calibration_file", "nowhere.txt"], ["'nowhere.txt': there is no such file"]),
         ([*FAVOR, "--calibration_file", "."], ["`--calibration_file` = '.': give a file named *.txt, *.jsonl"]),
         ([*FAVOR, "--calibration_file", "EMPTY"], ["`--calibration_file`: ", "holds no text"]),

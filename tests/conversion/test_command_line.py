@@ -33,7 +33,6 @@ SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
         (["--layers", "1,9"], ["`layers` names [9]", "0 to 2"]),
         (["--attention", "performer", "--feature_map", "exp"], ["`feature_map` is not an option", "`performer`"]),
         (["--attention", "linformer"], ["`linformer` has no causal form", "`linear`, `performer`"]),
-        (["--dry_run", "--verbose"], ["`--verbose` is not an option any more", "in conversion_report.json"]),
         (["--projection_size", "3", "--max_length", "3"], ["`projection_size`", "`max_length`"]),
         (["--attention", "0-1:hybrid,1-:linear"], ["`mechanism` names layer 1 more than once"]),
         (["--attention", "0:hybird,1-:lineer"], ["'hybird', 'lineer' must be one of aft, gated_delta, hybrid"]),

@@ -83,7 +83,7 @@ def test_evaluate_takes_the_original_from_the_report(linear_llama, llama):
     assert (arguments.teacher_name_or_path, arguments.max_eval_tokens) == (str(llama), 99)
 
 
-TEXT = Path(__file__).parents[1] / "fixtures" / "4b9c102" / "run" / "valid.txt"
+TEXT = Path(__file__).parents[2] / "constraints.txt"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 
@@ -150,15 +149,3 @@ for words in (["toy", "--sharpness=0.5"], ["linear", "--feature_map=softplus"]):
 print("done")
 """
     assert run_python(NATIVE + code, str(tmp_path)).split()[-1] == "done"
-
-
-def test_a_name_that_moved_is_found_with_a_warning(monkeypatch):
-    for module, name in {
-        "cache": "LinearAttentionStateLayer",
-        "mechanism": "Option",
-        "prompt_store": "PromptStore",
-    }.items():
-        monkeypatch.delitem(sys.modules, f"hf_linear_attention.{module}", raising=False)
-        with pytest.warns(FutureWarning, match=r"is now `hf_linear_attention\."):
-            found = getattr(importlib.import_module(f"hf_linear_attention.{module}"), name)
-        assert found.__module__.startswith("hf_linear_attention.")

@@ -59,7 +59,7 @@ from hf_linear_attention.training.distributed import (
     without_sharding_class,
 )
 from hf_linear_attention.training.models import ADAPTER, cast, merged_state_dict, with_dropout, written_dtype
-from hf_linear_attention.training.recipe import DECIDED_WEIGHTS, DEFAULTS, FACTS, GONE, Recipe, RunArguments
+from hf_linear_attention.training.recipe import DEFAULTS, FACTS, Recipe, RunArguments
 from hf_linear_attention.training.tracking import METRICS, plot_metrics
 
 
@@ -330,19 +330,16 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> dict[OnResume,
     ones change its evaluations.
     """
     known = {**FACTS, "world_size": WORLD_SIZE}
-    gone = {name: old[name] for name in DECIDED_WEIGHTS if name in old and not GONE[name].is_harmless(old[name])}
     # A version that did not know an option did what its default does.
     before = {**{name: default for name, default in DEFAULTS.items() if name not in old}, **old}
     changed = {name: f"{name}: {before.get(name)} -> {new[name]}" for name in new if before.get(name) != new[name]}
     if old.get(CONTENT) is None:  # the checkpoint is from a version that did not record it
         changed.pop(CONTENT, None)
     meanings = {name: known.get(name, NO_OPTION).meaning_on_resume(new) for name in changed}
-    found = {
+    return {
         meaning: [text for name, text in changed.items() if meaning in meanings[name]]
         for meaning in (OnResume.REFUSED, OnResume.WARNED, OnResume.INCOMPARABLE)
     }
-    found[OnResume.REFUSED] += [f"{name}: {value} -> not an option of this version" for name, value in gone.items()]
-    return found
 
 
 SENTENCE_MODEL_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")

@@ -18,7 +18,7 @@ import yaml
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import kinds_of, typed_options
-from hf_linear_attention.training.recipe import FACTS, GONE, GROUPS, MECHANISM, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
+from hf_linear_attention.training.recipe import FACTS, GROUPS, MECHANISM, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
 from hf_linear_attention.training.tasks import TASKS
 
 
@@ -107,7 +107,7 @@ def stages_file(path: str | Path) -> dict[str, Any] | None:
 
 
 def _stage(stage: str, share: float, **options: Any) -> Stage:
-    typed_options(options, kinds_of(*GROUPS), f" of the stage {stage}", GONE)
+    typed_options(options, kinds_of(*GROUPS), f" of the stage {stage}")
     return Stage(stage, share, options)  # an unfinished run has recorded the values as the file has them
 
 

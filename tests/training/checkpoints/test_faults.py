@@ -412,14 +412,6 @@ def test_another_teacher_is_another_evaluation_of_embeddings(task: str, evaluati
     assert changed[OnResume.INCOMPARABLE] == evaluation
 
 
-def test_a_run_with_an_option_that_is_gone_is_refused() -> None:
-    """But not one that had its default, or that chose only where and when to evaluate."""
-    old = {"loss_on": "answers", "on_bad_rows": "raise", "streaming": False, "doc_stride": None, "max_eval_samples": 9}
-    assert changed_settings(old, {})[OnResume.REFUSED] == []
-    refused = changed_settings({**old, "loss_on": "all"}, {})[OnResume.REFUSED]
-    assert refused == ["loss_on: all -> not an option of this version"]
-
-
 def test_what_decides_data_order_or_model_is_refused() -> None:
     fixed = {"task", "model_name_or_path", "train_file", "max_length", "seed", "trainable", "use_peft", "lora_r"}
     free = {"eval_steps", "output_dir", "report_to", "per_device_eval_batch_size", "gradient_checkpointing"}
