@@ -8,7 +8,6 @@ WORKERS ?= 2
 PAPERS := untrained copy_task
 # Where the timed ones write: `make bench BENCH_DIR=benchmarks/results` replaces those in the results' page.
 BENCH_DIR ?= outputs/benchmarks
-MEMORY := memory_healing speed_conversion long_prompts
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -127,10 +126,6 @@ $(VENV)/.bench: $(VENV)/.installed
 bench-papers: $(VENV)/.installed ## The papers' results, into outputs/benchmarks
 	for name in $(PAPERS); do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers.$$name || exit 1; done
 
-.PHONY: bench-recall
-bench-recall: $(VENV)/.installed ## Recall after conversion, into outputs/benchmarks (about 20 minutes on one free core)
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers.recall
-
 .PHONY: bench-recall-bytes
 bench-recall-bytes: $(VENV)/.installed ## Recall against bytes of state, into outputs/benchmarks (an hour on one free core); TEXT adds the options of a text
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers.recall_bytes $(TEXT)
@@ -142,10 +137,6 @@ bench-vllm: $(VLLM)/.installed ## vLLM on a CPU: softmax and converted, into out
 .PHONY: bench
 bench: $(VENV)/.bench ## Speed on a CPU beside its rivals and aims, into outputs/benchmarks (18 minutes on an idle machine)
 	for name in speed speed_training; do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name --output_dir $(BENCH_DIR) || exit 1; done
-
-.PHONY: bench-memory
-bench-memory: $(VENV)/.installed ## Memory of healing, conversion and long prompts, into outputs/benchmarks (6 minutes)
-	for name in $(MEMORY); do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name --output_dir $(BENCH_DIR) || exit 1; done
 
 .PHONY: docs
 docs: $(VENV)/.installed ## Build the documentation into build/site; a broken link is an error (10 seconds)

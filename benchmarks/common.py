@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, times in turns, memory, tables, and results with versions and machine.
+"""What the benchmarks share: options, times in turns, tables, and results with versions and machine.
 
 A benchmark ends with `save`, which prints its tables and writes `NAME.json` into `--output_dir`. A page (.md) in that
 folder shows the tables of a result between `<!-- NAME -->` and `<!-- end -->`; `save` renews them.
@@ -15,7 +15,6 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -107,28 +106,6 @@ def times_as_fast(times: Times, as_what: str) -> dict[str, float]:
 def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
     """The median over rounds of `times / others`."""
     return statistics.median(mine / other for mine, other in zip(times, others))
-
-
-def resident_bytes(field: str) -> int:
-    """VmRSS, the resident memory of this process, or VmHWM, its peak."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
-
-
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """New memory of a call at its peak, results included; what only its first one takes must have been taken."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak so far is forgotten
-    before = resident_bytes("VmRSS")
-    result = call()
-    del result
-    return resident_bytes("VmHWM") - before
-
-
-def in_a_process(module: str, case: Any) -> Any:
-    """What `measure(*case)` of a benchmark prints as JSON, in a process of its own with `--case`."""
-    words = [sys.executable, "-m", module, "--case", json.dumps(case)]
-    found = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
-    return json.loads(found.stdout.splitlines()[-1])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:

@@ -2,10 +2,14 @@
 
     python -m benchmarks.papers.recall_bytes --text_teacher SRC --train_file TEXT.jsonl --validation_file HELD_OUT.txt
 
-The teachers, tasks and healing are those of `recall.py`. Text, which is left out without `--text_teacher`, is healed on
-`--text_tokens` as the preset says. A form has every one of the `--shares` of the bytes of the teacher's keys and values
-at the trained length, in which those of heads and layers that keep softmax count in full. These heads are those without
-which the loss rises most (`rank_heads`), and the layers are theirs.
+Tiny Llamas, or models of another `--model_type`, are trained until they answer 99 % of a task (recall_tasks.py):
+multi-query associative recall, or copying after a gap. Students are healed with the stages of a preset on `--tokens`
+tokens of the task. Text, which is left out without `--text_teacher`, is healed on `--text_tokens` as the preset says.
+What is finished in `--work_dir` is not made again.
+
+A form has every one of the `--shares` of the bytes of the teacher's keys and values at the trained length, in which
+those of heads and layers that keep softmax count in full. These heads are those without which the loss rises most
+(`rank_heads`), and the layers are theirs.
 
 Off: `hybrid` computes window and sinks only, and in every other mechanism a token sees nothing but itself. What keeps
 softmax keeps it. The difference is that of the same answers.
@@ -17,46 +21,77 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import shutil
 import statistics
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import parse as parse_arguments
 from benchmarks.common import save, table, write
-from benchmarks.papers import recall
-from benchmarks.papers.recall import FORMS, HYBRID, WINDOW, Form
-from benchmarks.papers.recall_tasks import is_right
+from benchmarks.papers.recall_tasks import (
+    TASKS,
+    Documents,
+    is_right,
+    new_teacher,
+    tokenizer,
+    train_teacher,
+    write_documents,
+)
 from hf_linear_attention import convert
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention.conversion.options import EvaluationArguments
-from hf_linear_attention.conversion.quality import HeldOutText, held_out_text
+from hf_linear_attention.conversion.quality import HeldOutText, held_out_text, model_state_bytes
 from hf_linear_attention.conversion.softmax_choice import rank_heads, repeated_tokens
 from hf_linear_attention.conversion.source import open_source
+from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.mechanisms.hybrid import HybridAttention
-from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 from hf_linear_attention.training.evaluation import retention
+from hf_linear_attention.training.presets import Preset, fit_to, load_preset, model_without_weights
+from hf_linear_attention.training.run import run, run_stages
 
 
-SINKS = {**HYBRID, "num_sinks": 4}
+@dataclass(frozen=True)
+class Form:
+    """How a teacher is converted, and by which preset's stages it is healed.
+
+    Attributes:
+        settings: those of `linear_attention` without the size.
+        size: the option that is made as large as the bytes allow.
+        parts: other sizes, each with its share of the bytes that those before it leave, and what it is a multiple of.
+    """
+
+    settings: Mapping[str, Any]
+    size: str = "num_features"
+    parts: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    preset: str = "default"
+
+
+WINDOW = "window"
+# What the default preset gives to keys that are far away.
+FAR = {"decay": "learned", "rope": "partial"}
+SINKS = {"mechanism": "hybrid", "num_sinks": 4, **FAR}
 # Without a window, healed at the rates of the presets that have none.
-LINEAR = dataclasses.replace(FORMS["linear exp"], preset="linear")
+LINEAR = Form({"mechanism": "linear", "feature_map": "exp", **FAR}, preset="linear")
 DELTA = Form({"mechanism": "gated_delta", "rope": "partial"}, preset="gated_delta")
-EXACT = FORMS["hybrid, exact keys"]
+EXACT = Form({**SINKS, "num_sinks": 0}, "num_exact_keys", {"window_size": (1 / 8, 2), "num_features": (0.18, 2)})
 ALONE: dict[str, Form] = {
     "sinks, window, exact keys": Form(
         SINKS, "num_exact_keys", {"num_features": (1 / 6, 16), "window_size": (1 / 5, 1)}
     ),
-    WINDOW: FORMS[WINDOW],
+    WINDOW: Form({"mechanism": "window", "num_sinks": 0}, "window_size"),
     "linear exp": LINEAR,
     "gated_delta": DELTA,
     "window, features": Form(SINKS, "window_size", {"num_features": (1 / 6, 16)}),
@@ -73,6 +108,122 @@ MIXTURES = {
 TEXT = "text"
 # Recall in text is that of the targets whose 4-gram stood in the context so many tokens before.
 DISTANCES = (128, 256)
+# Answers that an accuracy counts at least, and the most and least documents for them.
+ANSWERS, MOST_DOCUMENTS, LEAST_DOCUMENTS = 1024, 256, 16
+
+
+def bytes_of(teacher: Any, settings: Mapping[str, Any]) -> int:
+    """Of the decoding state of all layers, with the keys and values of kept heads and layers at the trained length."""
+    config = teacher.config
+    with torch.device("meta"):
+        model = linear_model_class(type(teacher))(convert_config(config, **settings))
+    kept = 1 - len(linear_attention_modules(model)) / config.num_hidden_layers
+    return model_state_bytes(model, config.max_position_embeddings) + round(kept * cache_bytes(teacher))
+
+
+def cache_bytes(teacher: Any) -> int:
+    """Of all keys and values at the trained length, in float32."""
+    config = teacher.config
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    return config.max_position_embeddings * per_token
+
+
+def largest(teacher: Any, settings: Mapping[str, Any], option: str, budget: float) -> dict[str, Any] | None:
+    """The settings with the largest even value of `option` whose state takes at most `budget` bytes, if there is one.
+
+    The state has to be linear in it. Even, because the features of `hedgehog` come in pairs.
+    """
+    two, four = (bytes_of(teacher, {**settings, option: value}) for value in (2, 4))
+    value = 2 + 2 * int((budget - two) // (four - two))
+    return {**settings, option: value} if value >= 2 else None
+
+
+def sized(teacher: Any, form: Form, budget: int) -> dict[str, Any] | None:
+    """The settings of a form for a state of at most `budget` bytes; None if it has none so small."""
+    settings = {**form.settings, **{option: multiple for option, (_, multiple) in form.parts.items()}}
+    for option, (share, multiple) in form.parts.items():
+        one, two = (bytes_of(teacher, {**settings, form.size: 2, option: n * multiple}) for n in (1, 2))
+        settings[option] = multiple * max(1, round(share * (budget - 2 * one + two) / (two - one)))
+    return largest(teacher, settings, form.size, budget)
+
+
+def teacher_folder(arguments: Namespace, task: str, seed: int) -> Path:
+    """The folder of the trained teacher, which is made if it is not there."""
+    sizes = (arguments.length, arguments.width, arguments.layers, arguments.heads)
+    kind = "" if arguments.model_type == "llama" else f"-{arguments.model_type}"
+    folder = arguments.work_dir / f"{task}{kind}-{'x'.join(map(str, sizes))}-{seed}" / "teacher"
+    if not folder.is_dir():
+        torch.manual_seed(seed)
+        model = new_teacher(arguments.model_type, *sizes)
+        facts = train_teacher(model, task, seed, arguments.teacher_steps)
+        with staging(folder) as unfinished:
+            model.save_pretrained(unfinished)
+            tokenizer().save_pretrained(unfinished)
+            (unfinished / "training.json").write_text(json.dumps(facts), encoding="utf-8")
+    return folder
+
+
+def healing(arguments: Namespace, form: Form) -> Preset:
+    """The preset's stages, with the given learning rate of all parameters in the last one if there is one."""
+    preset = load_preset(form.preset)
+    if arguments.learning_rate is None:
+        return preset
+    stages = preset.stages["causal_lm"]
+    options = {**stages[-1].options, "learning_rate": arguments.learning_rate}
+    last = dataclasses.replace(stages[-1], options=options)
+    return dataclasses.replace(preset, stages={"causal_lm": [*stages[:-1], last]})
+
+
+def training_file(arguments: Namespace, teacher: Path, task: str, seed: int) -> Path:
+    """The documents of a task that students are healed on, written if they are not there."""
+    data = teacher.with_name(f"{task}-{arguments.tokens}.jsonl")
+    if not data.is_file():
+        write_documents(data.with_suffix(".tmp"), TASKS[task], arguments.length, arguments.tokens, seed + 1)
+        data.with_suffix(".tmp").replace(data)
+    return data
+
+
+def heal(arguments: Namespace, form: Form, teacher: Path, converted: Path, data: Path, seed: int) -> Path:
+    """The folder of the healed student; a run that was killed goes on where it was."""
+    preset = healing(arguments, form)
+    facts = repr((preset.stages, arguments.tokens, arguments.tokens_per_step))
+    folder = converted.with_name(f"{converted.name}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}")
+    steps = max(1, arguments.tokens // arguments.tokens_per_step)
+    given = {
+        "task": "causal_lm",
+        "model_name_or_path": str(converted),
+        "teacher_name_or_path": str(teacher),
+        "train_file": str(data),
+        "max_train_tokens": arguments.tokens,
+        "max_length": arguments.length,
+        "per_device_train_batch_size": max(1, arguments.tokens_per_step // arguments.length),
+        "checkpointing_steps": steps,
+        "save_total_limit": 1,
+        "seed": seed,
+        "output_dir": str(folder),
+        "resume_from_checkpoint": "latest",
+    }
+    run_stages(fit_to(preset, model_without_weights(given)), given, run)
+    return folder
+
+
+def asked(arguments: Namespace, task: str) -> Documents:
+    """The documents of the trained length that all models are asked."""
+    _, counts = TASKS[task](1, arguments.length, torch.Generator())
+    size = min(arguments.documents, max(LEAST_DOCUMENTS, ANSWERS // int(counts.sum())))
+    return TASKS[task](size, arguments.length, torch.Generator().manual_seed(10_000))
+
+
+def converted_folder(folder: Path, teacher: Any, settings: Mapping[str, Any], seed: int) -> Path:
+    """The folder of the untrained student, beside that of its teacher; it is made if it is not there."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    converted = folder.with_name(f"{settings['mechanism']}-{digest}")
+    if not converted.is_dir():
+        torch.manual_seed(seed)
+        with staging(converted) as unfinished:
+            convert(teacher, **settings).save_pretrained(unfinished)
+            AutoTokenizer.from_pretrained(folder).save_pretrained(unfinished)
+    return converted
 
 
 def with_kept(form: Form, heads: int, layers: int, ranking: list[dict[str, Any]], num_layers: int) -> Form:
@@ -86,7 +237,7 @@ def with_kept(form: Form, heads: int, layers: int, ranking: list[dict[str, Any]]
 
 def all_forms(arguments: Namespace, teacher: Any, tokens: Tensor) -> dict[str, Form]:
     """Those of `--forms`; heads are ranked by the loss on the second half of `tokens`."""
-    ranking = rank_heads(convert(teacher, **FORMS[WINDOW].settings, window_size=1), tokens)
+    ranking = rank_heads(convert(teacher, **ALONE[WINDOW].settings, window_size=1), tokens)
     count = teacher.config.num_hidden_layers
     mixed = {name: with_kept(form, *kept, ranking, count) for name, (form, *kept) in MIXTURES.items()}
     return {name: form for name, form in {**ALONE, **mixed}.items() if name in arguments.forms}
@@ -149,17 +300,17 @@ def run_forms(
 ) -> dict[str, Any]:
     """The figures of a teacher and of all its students, by share, form and seed."""
     teacher: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
-    whole, rows = recall.cache_bytes(teacher), []
+    whole, rows = cache_bytes(teacher), []
     forms = all_forms(arguments, teacher, ranked_on)
     for name, form in forms.items():
         for share in arguments.shares:
-            settings = recall.sized(teacher, form, int(share * whole))
+            settings = sized(teacher, form, int(share * whole))
             if settings is None:
                 continue
-            converted = recall.converted_folder(folder, teacher, settings, seed)
-            healed = recall.heal(arguments, form, folder, converted, data, seed)
+            converted = converted_folder(folder, teacher, settings, seed)
+            healed = heal(arguments, form, folder, converted, data, seed)
             found = paired(figures, healed)
-            size = recall.bytes_of(teacher, settings)
+            size = bytes_of(teacher, settings)
             row = {"form": name, "share": share, "seed": seed, "settings": settings, "state_bytes": size}
             rows.append(row | {"figures": found})
             write(f"{folder.parent.name}, {share:.3g}, {name}: {found}")
@@ -169,15 +320,15 @@ def run_forms(
 
 def run_task(arguments: Namespace, task: str) -> dict[str, Any]:
     """The share of right answers to a task; that of the teacher is the mean over the seeds."""
-    documents = recall.asked(arguments, task)
+    documents = asked(arguments, task)
 
     def figures(model: Any) -> dict[str, Tensor]:
         return {task: 100 * is_right(model, documents).double().mean(1)}
 
     found = []
     for seed in arguments.seeds:
-        folder = recall.teacher_folder(arguments, task, seed)
-        data = recall.training_file(arguments, folder, task, seed)
+        folder = teacher_folder(arguments, task, seed)
+        data = training_file(arguments, folder, task, seed)
         found.append(run_forms(arguments, seed, folder, data, documents[0][:, 1:], figures))
     teacher = {task: statistics.fmean(each["teacher"][task] for each in found)}
     return {**found[0], "teacher": teacher, "rows": [row for each in found for row in each["rows"]]}
@@ -232,7 +383,7 @@ def main(argv: list[str] | None = None) -> None:
     """Measure all forms on all tasks."""
     quick = {"length": 33, "width": 32, "teacher_steps": 20, "documents": 16, "tokens": 528, "tokens_per_step": 132}
     quick |= {"shares": [3 / 4], "text_tokens": 1200, "text_eval_tokens": 1000}
-    sizes = {"length": 129, "width": 64, "layers": 2, "heads": 2, "documents": recall.MOST_DOCUMENTS}
+    sizes = {"length": 129, "width": 64, "layers": 2, "heads": 2, "documents": MOST_DOCUMENTS}
     training = {"tokens": 262_144, "tokens_per_step": 512, "learning_rate": 1e-3, "teacher_steps": 1500, "seeds": [0]}
     text = {"text_teacher": None, "train_file": None, "validation_file": None}
     text |= {"text_tokens": 100_000, "text_eval_tokens": 24_000}

@@ -1,9 +1,8 @@
-"""The tasks of `recall.py`, their softmax teachers, and the files that training needs.
+"""The tasks of `recall_bytes.py`, their softmax teachers, and the files that training needs.
 
 | task     | document of L tokens, after BOS                       | the tokens that count              |
 | mqar     | k v k v ..., and the same (L - 1) / 4 pairs shuffled  | the values of the second half      |
 | copying  | noise, GO w_1 .. w_n, noise, GO w_1 .. w_n            | w_1 .. w_n of the second half      |
-| needle   | noise, k v, noise, k v                                | the last value                     |
 
 The pairs of `mqar` grow with the length, those to copy (24 at most) do not: there the gap grows. No key, and no symbol
 to copy, is twice in a document, except where it is asked for. MQAR is that of "Zoology" (arXiv 2312.04927), except that
@@ -75,40 +74,8 @@ def copying(size: int, length: int, generator: torch.Generator) -> Documents:
     return tokens, counts
 
 
-def needle(size: int, length: int, generator: torch.Generator) -> Documents:
-    """One pair in noise, and its key at the end."""
-    tokens = noise(size, length, generator)
-    key = FIRST_KEY + torch.randint(KEYS, (size, 1), generator=generator)
-    value = FIRST_VALUE + torch.randint(VALUES, (size, 1), generator=generator)
-    place = torch.randint(1, length - 3, (size, 1), generator=generator)
-    tokens.scatter_(1, place, key).scatter_(1, place + 1, value)
-    tokens[:, -2:] = torch.cat((key, value), 1)
-    counts = torch.zeros_like(tokens, dtype=torch.bool)
-    counts[:, -1] = True
-    return tokens, counts
-
-
-def near(size: int, length: int, generator: torch.Generator) -> Documents:
-    """k v k v of one pair after the other: text that needs no recall from far away."""
-    keys = FIRST_KEY + distinct(size, length // 4, KEYS, generator)
-    values = FIRST_VALUE + torch.randint(VALUES, keys.shape, generator=generator)
-    tokens = F.pad(torch.stack((keys, values, keys, values), -1).flatten(1), (1, 0))
-    return tokens, tokens < 0
-
-
-def markov(size: int, length: int, generator: torch.Generator) -> Documents:
-    """Text in which a token depends on the one before it; the chances are those of one random matrix."""
-    count = len(WORDS) - FIRST_KEY
-    chances = (2 * torch.randn(count, count, generator=torch.Generator().manual_seed(7))).softmax(-1)
-    tokens = noise(size, length, generator)
-    for place in range(2, length):
-        drawn = torch.multinomial(chances[tokens[:, place - 1] - FIRST_KEY], 1, generator=generator)
-        tokens[:, place] = FIRST_KEY + drawn[:, 0]
-    return tokens, tokens < 0
-
-
 Maker = Callable[[int, int, torch.Generator], Documents]
-TASKS: dict[str, Maker] = {"mqar": mqar, "copying": copying, "needle": needle}
+TASKS: dict[str, Maker] = {"mqar": mqar, "copying": copying}
 # The rotary base of the teachers: with 1e4 they recall half as much at four times the trained length.
 ROPE_THETA = 1e6
 # Tokens of a training step at every length of the curriculum, and the weight of the loss over all tokens.
@@ -126,11 +93,6 @@ def is_right(model: Any, documents: Documents, tokens_at_once: int = 16_384) -> 
             found = model(tokens[:, :-1], use_cache=False).logits.argmax(-1)
             right.append((found == tokens[:, 1:])[counts[:, 1:]])
     return torch.cat(right).view(len(documents[0]), -1)
-
-
-def accuracy(model: Any, documents: Documents, tokens_at_once: int = 16_384) -> float:
-    """The share of the tokens that count which the model predicts."""
-    return is_right(model, documents, tokens_at_once).float().mean().item()
 
 
 def curriculum(length: int) -> list[int]:

@@ -7,7 +7,6 @@ import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -180,12 +179,11 @@ LOG_FEATURES = ("exp", "hedgehog", "gated", "input-gate", "linear-decay", "perfo
 
 
 @pytest.fixture
-def attention_of(monkeypatch):
-    """A mechanism as a function of its inputs and its state, as the benchmark exports it."""
+def attention_of():
+    """A mechanism as a function of its inputs and its state."""
     for library in ("onnx", "onnxruntime", "onnxscript"):
         pytest.importorskip(library, reason="needs the extra `clients`")
-    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2])
-    return importlib.import_module("benchmarks.speed_onnx").Attention
+    return importlib.import_module("exported_attention").Attention
 
 
 def inputs_of(attention, batch, std, dtype=torch.float32):
