@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.common import ROOT
-from benchmarks.papers.recall_bytes import fraction
+from benchmarks.papers.recall_bytes import KEPT_LAYER, fraction
 
 
 IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
@@ -40,13 +40,6 @@ FORMS = {
     "linear exp": "#2a9d5c",
     "gated_delta": "#d95f02",
     "window, features": "#7fb2e5",
-}
-MARKS = {
-    "kept head, linear exp": ("^", "#2a9d5c"),
-    "2 kept heads, linear exp": ("s", "#2a9d5c"),
-    "kept layer, linear exp": ("D", "#2a9d5c"),
-    "kept head, gated_delta": ("^", "#d95f02"),
-    "kept head, window, exact keys": ("^", "#1f4e9c"),
 }
 METHODS = {"softmax": "#888888", "default": "#1f4e9c", "linear elu1": "#2a9d5c", "linear exp": "#d95f02"}
 
@@ -107,7 +100,7 @@ def points(task: dict, form: str, key: str, which: str = "own") -> tuple[list[fl
 
 
 def recall_bytes(tasks: dict):
-    """The figure: a panel per task, a line per form, dotted with its memory off, and a mark per mixture.
+    """The figure: a panel per task, a line per form, dotted with its memory off, and marks for a kept layer.
 
     Lines are means over the seeds, and shades reach from the lowest to the highest.
     """
@@ -120,11 +113,9 @@ def recall_bytes(tasks: dict):
             axes.plot(shares, list(map(fmean, own)), ".-", color=color, label=form)
             axes.fill_between(shares, list(map(min, own)), list(map(max, own)), color=color, alpha=0.15, linewidth=0)
             axes.plot(shares, list(map(fmean, points(task, form, key, "off")[1])), ":", color=color)
-        for form, (mark, color) in ((form, look) for form, look in MARKS.items() if form in there):
-            shares, own = points(task, form, key)
-            axes.plot(
-                shares, list(map(fmean, own)), mark, color=color, label=form, markerfacecolor="white", markersize=8
-            )
+        shares, own = points(task, KEPT_LAYER, key)
+        look = {"color": FORMS["linear exp"], "markerfacecolor": "white", "markersize": 8}
+        axes.plot(shares, list(map(fmean, own)), "D", label=KEPT_LAYER, **look)
         axes.axhline(task["teacher"][key], color="black", linewidth=1, label="softmax teacher")
         shares = sorted({row["share"] for row in task["rows"]})
         axes.set_xscale("log", base=2)

@@ -44,7 +44,9 @@ RECIPE = "recipe.yaml"
 # The sizes that `--state_bytes` chooses.
 SIZES = ("window_size", "num_sinks", "num_features", "num_exact_keys")
 # Options that there are no more, and what to do instead.
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "softmax_heads": "give `--num_exact_keys` of `--attention hybrid`, or keep whole layers with `--softmax_layers`",
+}
 
 
 ATTENTION_HELP = (
@@ -206,13 +208,6 @@ class ConversionArguments(MeasuringArguments):
         "with --form qwen3_5, unless said otherwise), or auto:K for the K layers whose softmax brings "
         "the model nearest the original, by KL divergence on --calibration_file or --train_file (measured before the "
         "last stage of --preset)",
-        None,
-        group="attention",
-    )
-    softmax_heads: str | None = option(
-        "the query heads of causal layers that keep softmax, and the keys and values of their groups: a list of "
-        "LAYER.HEAD such as 0.3,2.1, or auto:K for the K heads without which the original is worst on repeated random "
-        "tokens (and on --calibration_file or --train_file)",
         None,
         group="attention",
     )

@@ -452,12 +452,9 @@ def cost_section(report: Report) -> Section | None:
             texts.append(f"The model reads {reads:,} tokens, so it is never faster within its own length.")
         texts.append(f"The speed is that of {speed_conditions(measured)}, on the machine that measured this model.")
     layers = [layer for layer in report.get("layers") or () if layer.get("state_bytes")]
-    state, cache, growing = (
-        sum(layer.get(name) or 0 for layer in layers)
-        for name in ("state_bytes", "cache_bytes_per_token", "growing_bytes_per_token")
-    )
+    state, cache = (sum(layer.get(name) or 0 for layer in layers) for name in ("state_bytes", "cache_bytes_per_token"))
     if cache:  # which reports of an earlier version lack
-        texts.append(memory_text(cache, state, growing))
+        texts.append(memory_text(cache, state))
     return Section("Speed and memory", texts, figures) if texts else None
 
 
@@ -500,19 +497,17 @@ def speed_chart(
     )
 
 
-def memory_text(cache: int, state: int, growing: int = 0) -> str:
+def memory_text(cache: int, state: int) -> str:
     """The bytes of a context, from the sizes of the tensors, in words.
 
     Args:
         cache: the bytes per token of keys and values in the original.
         state: the bytes of the state.
-        growing: those that it grows by with each token.
     """
-    more = f", and {growing:,} bytes per token of heads with softmax" if growing else ""
-    equal = f": as much after {state / (cache - growing):,.0f} tokens" if cache > growing else ""
     return (
         f"While the model writes, the context of one sequence takes {bytes_text(state)} in the converted layers at any "
-        f"length{more}; the keys and values of the original take {cache:,} bytes per token{equal}."
+        f"length; the keys and values of the original take {cache:,} bytes per token: as much after "
+        f"{state / cache:,.0f} tokens."
     )
 
 

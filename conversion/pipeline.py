@@ -46,7 +46,15 @@ from hf_linear_attention.conversion.preset_plan import (
     with_healed_frequencies,
 )
 from hf_linear_attention.conversion.report import build_report, published_words, write_recipe
-from hf_linear_attention.conversion.softmax_choice import count_of, ranking_file, with_chosen, with_listed
+from hf_linear_attention.conversion.softmax_choice import (
+    CHOICE,
+    count_of,
+    plan_without,
+    rank,
+    ranking_file,
+    with_listed,
+    with_softmax_layers,
+)
 from hf_linear_attention.conversion.source import Source, cast_weights, open_source
 from hf_linear_attention.conversion.verification import verify
 from hf_linear_attention.conversion_api import with_defaults
@@ -204,8 +212,7 @@ def _plan(request: Request, source: Source) -> Plan:
 
 
 def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> RealInputs | None:
-    chooses_heads = count_of(arguments.softmax_heads) is not None
-    ranks = count_of(arguments.softmax_layers) is not None or (chooses_heads and ranking_file(arguments) is not None)
+    ranks = count_of(arguments.softmax_layers) is not None
     if not needs_calibration(plan) and not ranks:
         return None
     path = ranking_file(arguments) if ranks else arguments.calibration_file
@@ -225,10 +232,11 @@ def run(conversion: Conversion) -> dict[str, Any]:
         logger.info("loading %s", conversion.source.name)
         model = load_converted(conversion, folder)
         measured: dict[str, Any] = {"calibration": calibrated(conversion, model)}
-        ranks_layers = conversion.training is None
-        chosen = with_chosen(model, plan, conversion.source, arguments, conversion.inputs, ranks_layers)
-        model, plan, choices = chosen
-        measured |= choices
+        # With a preset, layers are ranked before its last stage.
+        if conversion.training is None and count_of(arguments.softmax_layers) is not None:
+            choice = measured[CHOICE] = rank(model, conversion.inputs, arguments)
+            plan = plan_without(plan, conversion.source, arguments, choice["layers"])
+            model = with_softmax_layers(model, choice["layers"])
         with saving(folder):
             model.save_pretrained(folder)
         share_permissions(folder)
@@ -354,8 +362,7 @@ def check_options(arguments: ConversionArguments, plan: Plan) -> None:
     Raises:
         UsageError: if nothing reads it.
     """
-    choices = (arguments.softmax_layers, arguments.softmax_heads)
-    is_read = needs_calibration(plan) or any(count_of(choice) is not None for choice in choices)
+    is_read = needs_calibration(plan) or count_of(arguments.softmax_layers) is not None
     if arguments.calibration_file is not None and not is_read:
         has = "has" if len(mechanisms_of(plan.settings)) == 1 else "have"
         raise UsageError(

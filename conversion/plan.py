@@ -55,7 +55,6 @@ class LayerPlan:
         mechanism: the name of its mechanism.
         num_heads: the number of its query heads.
         state_bytes: the size of its state per sequence of any length; None for mechanisms without a state.
-        growing_bytes_per_token: the size per token of the keys and values that heads with softmax attention keep.
         cache_bytes_per_token: the size per token that its keys and values had in the softmax model.
     """
 
@@ -66,7 +65,6 @@ class LayerPlan:
     mechanism: str
     num_heads: int
     state_bytes: int | None
-    growing_bytes_per_token: int
     cache_bytes_per_token: int
 
 
@@ -163,11 +161,6 @@ class Plan:
         return sum(layer.state_bytes or 0 for layer in self.layers) or None
 
     @property
-    def growing_bytes_per_token(self) -> int:
-        """The size per token of the keys and values that heads with softmax attention keep in all layers."""
-        return sum(layer.growing_bytes_per_token for layer in self.layers)
-
-    @property
     def state_sizes(self) -> dict[str, int | None]:
         """The size of the state per layer, for each group of layers with the same size: `{"layers 0-3": 2048}`."""
         sizes = dict.fromkeys(layer.state_bytes for layer in self.layers)
@@ -183,7 +176,6 @@ class Plan:
             "weights": self.weights["total"],
             "new weights": self.weights["new"],
             "state bytes per sequence": self.state_bytes,
-            "bytes per token of heads with softmax": self.growing_bytes_per_token or None,
             **({} if self.extension is None else {"positions": self.extension.describe()}),
             **{f"state bytes per layer and sequence, {layers}": size for layers, size in sizes.items()},
         }
@@ -324,9 +316,8 @@ def _layer_plan(layer: int, name: str, module: nn.Module, dtype: torch.dtype) ->
     mechanism = cast(AttentionMechanism, module.linear_attention)
     shape, kind = mechanism.shape, mechanism.settings["mechanism"]
     cache = 2 * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
-    sizes = state_bytes(module, dtype), growing_bytes(module, dtype), cache
     names = _stock_name(module), type(module).__name__, kind
-    return LayerPlan(layer, name, *names, shape.num_heads, *sizes)
+    return LayerPlan(layer, name, *names, shape.num_heads, state_bytes(module, dtype), cache)
 
 
 def _dtype_of(dtype: str, source: Source) -> torch.dtype:
@@ -400,7 +391,7 @@ LEAST = dict(zip(SIZES, (1, 0, 2, 1)))
 # The share of exact keys in what remains for them and the window. On stories260k, windows of 7 to 12 tokens of the
 # remaining 40 learn equally well.
 EXACT_SHARE = 3 / 4
-_MEASURED: dict[tuple[Any, ...], tuple[int, int] | None] = {}
+_MEASURED: dict[tuple[Any, ...], int | None] = {}
 
 
 def split_budget(
@@ -496,34 +487,20 @@ def _resized(module: Any, sizes: Mapping[str, Any]) -> Any:
 def state_bytes(module: nn.Module, dtype: torch.dtype = torch.float32) -> int | None:
     """The size in bytes of the state of a converted layer per sequence, which does not depend on the length.
 
-    Keys and values have this `dtype`. The size is None for an encoder, or a mechanism without a state.
+    Keys and values have this `dtype`. The size is None for an encoder, or a mechanism without a state. It is measured
+    once for layers that are alike.
     """
-    sizes = _sizes(module, dtype)
-    return None if sizes is None else sizes[0]
-
-
-def growing_bytes(module: nn.Module, dtype: torch.dtype = torch.float32) -> int:
-    """The number of bytes per token and sequence that the heads with softmax attention (`softmax_heads`) keep."""
-    return (_sizes(module, dtype) or (0, 0))[1]
-
-
-def _sizes(module: nn.Module, dtype: torch.dtype) -> tuple[int, int] | None:
-    """The bytes of a state that do not grow, and those that grow; measured once for layers that are alike."""
     mechanism = cast(AttentionMechanism, module.linear_attention)
-    settings, shape, growing = mechanism.settings, mechanism.shape, mechanism.num_growing
+    settings, shape = mechanism.settings, mechanism.shape
     own = [value for name, value in settings.items() if name not in ("layers", "drop") and isinstance(value, list)]
     shape = shape if any(own) else replace(shape, layer=0)  # without lists, no setting depends on the layer
     directions = module.linear_attention_is_causal, isinstance(module, LinearizedCrossAttention)
-    key = (type(mechanism), json.dumps(settings, sort_keys=True, default=str), shape, growing, dtype, *directions)
+    key = (type(mechanism), json.dumps(settings, sort_keys=True, default=str), shape, dtype, *directions)
     if key not in _MEASURED:
         state = _state_of_one_token(module, dtype)
-        constant = None if state is None else len(state) - growing
-        _MEASURED[key] = None if state is None else (_size(state[:constant]), _size(state[constant:]))
+        sizes = (tensor.numel() * tensor.element_size() for tensor in state or () if tensor is not None)
+        _MEASURED[key] = None if state is None else sum(sizes)
     return _MEASURED[key]
-
-
-def _size(tensors: Sequence[Any]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
 def _state_of_one_token(module: nn.Module, dtype: torch.dtype) -> tuple[Any, ...] | None:

@@ -40,7 +40,7 @@ from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_
 from hf_linear_attention.conversion.layer_speed import model_speed, whole_model_speed
 from hf_linear_attention.conversion.options import ConversionArguments, EvaluationArguments
 from hf_linear_attention.conversion.page import write_page
-from hf_linear_attention.conversion.plan import growing_bytes, state_bytes
+from hf_linear_attention.conversion.plan import state_bytes
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training, check_measuring
 from hf_linear_attention.conversion.report import (
     EARLIER,
@@ -325,19 +325,15 @@ class Controls:
     left_out: str | None = None
 
 
-def model_state_bytes(model: PreTrainedModel, length: int = 0) -> int:
-    """Bytes of the decoding state of all converted layers, per sequence; 0 where they have none.
-
-    Heads with softmax attention (`softmax_heads`) add the keys and values of `length` tokens.
-    """
-    modules = linear_attention_modules(model).values()
-    return sum((state_bytes(module) or 0) + length * growing_bytes(module) for module in modules)
+def model_state_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the decoding state of all converted layers, per sequence; 0 where they have none."""
+    return sum(state_bytes(module) or 0 for module in linear_attention_modules(model).values())
 
 
 def windows_of_same_bytes(teacher: PreTrainedModel, student: PreTrainedModel, trained_length: int) -> list[SameBytes]:
     """Per number of sinks the largest window, in the layers that the student converts, whose state takes no more bytes
     than the student's at the trained length; none where the student has no state, or no window fits."""
-    budget, settings = model_state_bytes(student, trained_length), student.config.linear_attention
+    budget, settings = model_state_bytes(student), student.config.linear_attention
     found = []
     for sinks in SINKS if budget else ():
         sizes = [_window(teacher, settings, size, sinks, trained_length).state_bytes for size in (1, 2)]
@@ -351,7 +347,7 @@ def _window(
     teacher: PreTrainedModel, settings: Settings, window_size: int, num_sinks: int, trained_length: int
 ) -> SameBytes:
     sizes = {"window_size": window_size, "num_sinks": num_sinks, "trained_length": trained_length}
-    own = retention.window_settings(settings, **sizes, softmax_heads=[])
+    own = retention.window_settings(settings, **sizes)
     with torch.device("meta"):
         model: Any = linear_model_class(type(teacher))(convert_config(teacher.config, own))
     return SameBytes(window_size, num_sinks, model_state_bytes(model), own)

@@ -23,9 +23,9 @@ from hf_linear_attention._common.model_card import REPORT, format_value, write_m
 from hf_linear_attention._common.options import OnResume, option_text
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, max_length_of
 from hf_linear_attention.conversion.options import CONVERSION_FACTS, RECIPE, ConversionArguments, Request
-from hf_linear_attention.conversion.plan import Plan, growing_bytes, state_bytes
+from hf_linear_attention.conversion.plan import Plan, state_bytes
 from hf_linear_attention.conversion.preset_plan import Training
-from hf_linear_attention.conversion.softmax_choice import CHOICE, KEPT_HEADS, describe_heads, describe_ranking
+from hf_linear_attention.conversion.softmax_choice import CHOICE, describe_ranking
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.kernels.cpu import kernel_backend
 from hf_linear_attention.layer_ranges import layers_text
@@ -184,8 +184,6 @@ def describe_result(
     ]
     if (choice := report.get(CHOICE)) is not None:
         lines += ["", *describe_ranking(choice)]
-    if (heads := report.get(KEPT_HEADS)) is not None:
-        lines += ["", *describe_heads(heads)]
     if training:
         lines += ["", *training]
     elif plan.layers:
@@ -264,8 +262,6 @@ def _state_text(plan: Plan) -> str:
     if plan.head.task == "causal_lm" and plan.state_bytes:
         cache = sum(layer.cache_bytes_per_token for layer in plan.layers if layer.state_bytes)
         text += f" (the size of a key-value cache of {plan.state_bytes // cache} tokens)"
-    if plan.growing_bytes_per_token:
-        text += f"; heads with softmax add {plan.growing_bytes_per_token:,} bytes per token"
     if others:
         kinds = {"a sliding window": plan.num_bounded, "a cache that grows": others - plan.num_bounded}
         text += f"; other layers have {' and '.join(f'{kind} ({count})' for kind, count in kinds.items() if count)}"
@@ -308,7 +304,6 @@ def report_of(model: Any) -> dict[str, Any]:
         "weights": sum(tensors.values()),
         "new weights": sum(count for name, count in tensors.items() if ".linear_attention." in name),
         "state bytes per sequence": sum(size or 0 for size in sizes.values()) or None,
-        "bytes per token of heads with softmax": sum(map(growing_bytes, modules.values())) or None,
     }
     return {
         "base_model": model.converted_from,
@@ -478,7 +473,7 @@ def write_recipe(folder: Path, request: Request, plan: Plan, training: Training 
     """Write recipe.yaml into a folder.
 
     Args:
-        plan: the plan before layers or heads with softmax are chosen automatically, which the recipe does again.
+        plan: the plan before layers with softmax are chosen automatically, which the recipe does again.
         training: the preset; None without one.
     """
     versions = f"{PROGRAM} {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"

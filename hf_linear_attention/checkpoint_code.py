@@ -43,7 +43,7 @@ HEADING = "# " + "-" * 20 + " {} " + "-" * 20
 # Mechanisms whose bidirectional form consists of causal sweeps.
 SWEEPING = ("aft", "hybrid")
 MARKS = (
-    r"(?m)  # of (decoders|causal layers|encoders|cross-attention|softmax heads|gates|the delta rule|exact keys"
+    r"(?m)  # of (decoders|causal layers|encoders|cross-attention|gates|the delta rule|exact keys"
     r"|stock forms)$"
 )
 Rows = tuple[tuple[str, tuple[str, ...]], ...]
@@ -90,7 +90,6 @@ def needs_of(config: Any) -> dict[str, bool]:
         "of causal layers": is_unknown or is_causal or sweeps or bool(directions - {"bidirectional"}),
         "of encoders": is_unknown or not is_causal or "bidirectional" in directions,
         "of cross-attention": any(entry["cross_attention"] for entry in entries),
-        "of softmax heads": any(entry["softmax_heads"] for entry in entries),
         "of gates": any(entry.get("decay") == "gated" or entry.get("input_gate") for entry in entries),
         "of stock forms": any("form" in entry and entry["form"] != OWN for entry in entries),
         "of exact keys": any(entry.get("num_exact_keys") for entry in entries),

@@ -55,8 +55,7 @@ class LinearAttentionSettings(dict):
     Args:
         settings: `mechanism`, the options of the mechanism, and `COMMON_SETTINGS`: `layers`, the self-attention layers
             to convert (`all`, `none`, `full_attention` for the layers of that type in `config.layer_types`, or a list
-            of layer numbers); `softmax_heads`, the query heads of these layers that have exact softmax attention, as a
-            list of [layer, head]; `drop`, the features of the stock attention that may be lost (see `DROPPABLE`);
+            of layer numbers); `drop`, the features of the stock attention that may be lost (see `DROPPABLE`);
             `cross_attention`, whether to convert the cross-attention too; and `rotary`, the rotary positions found
             during conversion. Missing settings take their defaults. `format_version` is not an option: it is the
             format in which the settings were saved (1 if missing), and becomes `FORMAT_VERSION`.
@@ -93,7 +92,6 @@ class LinearAttentionSettings(dict):
         filled = mechanism.filled(given)
         problems = _option_problems(given, filled, mechanism.options, num_layers)
         problems += _layer_problems(given["layers"], num_layers) + _drop_problems(given["drop"])
-        problems += _softmax_head_problems(given, mechanism, filled)
         problems += _cross_attention_problems(given["cross_attention"], mechanism, given["mechanism"], filled)
         if not problems:
             problems += mechanism.problems(filled, max_length)
@@ -246,26 +244,6 @@ def _drop_problems(drop: Any) -> list[str]:
     if isinstance(drop, (list, tuple)) and all(feature in DROPPABLE for feature in drop):
         return []
     return [f"`drop` = {drop!r}; it must be a list with any of {_names(DROPPABLE)}"]
-
-
-def _softmax_head_problems(
-    given: Mapping[str, Any], mechanism: type[MechanismOptions], filled: Mapping[str, Any]
-) -> list[str]:
-    pairs, layers = given["softmax_heads"], given["layers"]
-    if pairs in ([], ()):
-        return []
-    if not isinstance(pairs, (list, tuple)) or not all(
-        isinstance(pair, (list, tuple)) and [type(n) is int and n >= 0 for n in pair] == [True, True] for pair in pairs
-    ):
-        return [f"`softmax_heads` = {pairs!r}; it must be a list of [layer, head], both counted from 0"]
-    reasons = []
-    if obstacle := mechanism.obstacle("softmax_heads", filled):
-        reasons.append(f"`{given['mechanism']}` {obstacle}")
-    if given["drop"] or given["cross_attention"]:
-        reasons.append("it is not possible together with `drop` or `cross_attention`")
-    if layers == "none" or (not isinstance(layers, str) and not {layer for layer, _ in pairs} <= set(layers)):
-        reasons.append(f"`layers` = {layers!r} lacks some of these layers")
-    return [f"`softmax_heads` = {pairs!r}, but {reason}" for reason in reasons]
 
 
 def _cross_attention_problems(

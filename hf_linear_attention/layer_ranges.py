@@ -89,24 +89,7 @@ def entries_by_layer(settings: Mapping[str, Any], converted: Sequence[int], num_
         same.append(layer)
     if len(groups) == 1:
         return {**groups[0][0], "layers": settings.get("layers", COMMON_SETTINGS["layers"])}
-    return with_softmax_heads([{**own, "layers": layers} for own, layers in groups], common.get("softmax_heads", []))
-
-
-def with_softmax_heads(settings: Any, heads: Sequence[Sequence[int]]) -> Any:
-    """Settings with softmax attention in `heads`, a list of [layer, head]; a list of settings has them by layer.
-
-    Raises:
-        ValueError: if a list of settings does not name a layer of these heads.
-    """
-    if isinstance(settings, Mapping):
-        return {**settings, "softmax_heads": list(heads)}
-    named = [layer for entry in settings for layer in entry["layers"]]
-    if lacking := sorted({layer for layer, _ in heads} - set(named)):
-        raise ValueError(f"`softmax_heads` names heads in {layers_text(lacking)}, which are not converted.")
-    return [
-        {**entry, "softmax_heads": [pair for pair in heads if pair[0] in entry["layers"]]} if heads else entry
-        for entry in settings
-    ]
+    return [{**own, "layers": layers} for own, layers in groups]
 
 
 def _common_settings(settings: Mapping[str, Any], place: _Place) -> dict[str, Any]:

@@ -44,7 +44,6 @@ from .attention.layer import (
 )
 from .attention.long_inputs import divide_long_inputs  # of decoders
 from .attention.masks import linear_attention_mask
-from .attention.softmax_heads import keep_softmax_heads  # of softmax heads
 from .attention.transformers_internals import (
     ModelHooks,
     attention_implementation,
@@ -261,8 +260,6 @@ def _convert_layers(
     """Give these attention modules mechanisms with the same settings, which share what their class shares."""
     first = None
     rotary = rotary_of(settings) if chosen and needs_rotary(settings) else {}
-    if lacking := {number for number, _ in settings["softmax_heads"]} - set(chosen):
-        raise ValueError(f"`softmax_heads` names heads in layer {min(lacking)}, which is not converted.")
     for layer, module in chosen.items():
         shape = dataclasses.replace(layer_shape(module, layer, model.config), rotary=rotary.get(layer))
         needed = "causal" if is_causal_attention(module, model) else "bidirectional"
@@ -271,12 +268,6 @@ def _convert_layers(
         child = MECHANISMS[settings["mechanism"]](settings, shape)
         if child.needs_gates:
             refuse_without_hidden_states(module, layer, needed, settings["mechanism"])
-        if heads := [head for number, head in settings["softmax_heads"] if number == layer]:
-            if needed != "causal":
-                raise ValueError(f"`softmax_heads` is for causal self-attention, and layer {layer} is {needed}.")
-            keep_softmax_heads(child, heads)  # of softmax heads
-            if not child.num_growing:  # a config edited by hand
-                raise ValueError("`softmax_heads` needs code that this checkpoint lacks; install hf-linear-attention.")
         for projection in child.replaced_projections:  # of stock forms
             if hasattr(module, projection):  # of stock forms
                 getattr(module, projection).requires_grad_(False)  # of stock forms

@@ -65,7 +65,7 @@ def _units(model: nn.Module) -> dict[str, Tensor]:
         raise SetupError(f"`--restore_projections`: {error} Leave the option out.") from error
     if not found:
         raise SetupError(
-            "`--restore_projections`: the model has no layer with softmax attention (`--softmax_heads` share the "
-            "projections of a linear one); convert it with `--softmax_layers`, or leave the option out"
+            "`--restore_projections`: the model has no layer with softmax attention; convert it with "
+            "`--softmax_layers`, or leave the option out"
         )
     return found

@@ -8,8 +8,7 @@ tokens of the task. Text, which is left out without `--text_teacher`, is healed 
 What is finished in `--work_dir` is not made again.
 
 A form has every one of the `--shares` of the bytes of the teacher's keys and values at the trained length, in which
-those of heads and layers that keep softmax count in full. These heads are those without which the loss rises most
-(`rank_heads`), and the layers are theirs.
+those of a layer that keeps softmax, the first one, count in full.
 
 Off: `hybrid` computes window and sinks only, and in every other mechanism a token sees nothing but itself. What keeps
 softmax keeps it. The difference is that of the same answers.
@@ -53,7 +52,6 @@ from hf_linear_attention import convert
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention.conversion.options import EvaluationArguments
 from hf_linear_attention.conversion.quality import HeldOutText, held_out_text, model_state_bytes
-from hf_linear_attention.conversion.softmax_choice import rank_heads, repeated_tokens
 from hf_linear_attention.conversion.source import open_source
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.mechanisms.hybrid import HybridAttention
@@ -97,14 +95,7 @@ ALONE: dict[str, Form] = {
     "window, features": Form(SINKS, "window_size", {"num_features": (1 / 6, 16)}),
     "window, exact keys": EXACT,
 }
-# A form, and how many heads and layers keep softmax beside it.
-MIXTURES = {
-    "kept head, linear exp": (LINEAR, 1, 0),
-    "2 kept heads, linear exp": (LINEAR, 2, 0),
-    "kept layer, linear exp": (LINEAR, 0, 1),
-    "kept head, gated_delta": (DELTA, 1, 0),
-    "kept head, window, exact keys": (EXACT, 1, 0),
-}
+KEPT_LAYER = "kept layer, linear exp"
 TEXT = "text"
 # Recall in text is that of the targets whose 4-gram stood in the context so many tokens before.
 DISTANCES = (128, 256)
@@ -113,12 +104,12 @@ ANSWERS, MOST_DOCUMENTS, LEAST_DOCUMENTS = 1024, 256, 16
 
 
 def bytes_of(teacher: Any, settings: Mapping[str, Any]) -> int:
-    """Of the decoding state of all layers, with the keys and values of kept heads and layers at the trained length."""
+    """Of the decoding state of all layers, with the keys and values of layers with softmax at the trained length."""
     config = teacher.config
     with torch.device("meta"):
         model = linear_model_class(type(teacher))(convert_config(config, **settings))
     kept = 1 - len(linear_attention_modules(model)) / config.num_hidden_layers
-    return model_state_bytes(model, config.max_position_embeddings) + round(kept * cache_bytes(teacher))
+    return model_state_bytes(model) + round(kept * cache_bytes(teacher))
 
 
 def cache_bytes(teacher: Any) -> int:
@@ -226,21 +217,10 @@ def converted_folder(folder: Path, teacher: Any, settings: Mapping[str, Any], se
     return converted
 
 
-def with_kept(form: Form, heads: int, layers: int, ranking: list[dict[str, Any]], num_layers: int) -> Form:
-    """The form in which the first heads of a ranking, or the layers of its first heads, keep softmax."""
-    order = list(dict.fromkeys(entry["layer"] for entry in ranking))
-    kept = {"softmax_heads": sorted([entry["layer"], entry["head"]] for entry in ranking[:heads])} if heads else {}
-    if layers:
-        kept["layers"] = [layer for layer in range(num_layers) if layer not in order[:layers]]
-    return dataclasses.replace(form, settings={**form.settings, **kept})
-
-
-def all_forms(arguments: Namespace, teacher: Any, tokens: Tensor) -> dict[str, Form]:
-    """Those of `--forms`; heads are ranked by the loss on the second half of `tokens`."""
-    ranking = rank_heads(convert(teacher, **ALONE[WINDOW].settings, window_size=1), tokens)
-    count = teacher.config.num_hidden_layers
-    mixed = {name: with_kept(form, *kept, ranking, count) for name, (form, *kept) in MIXTURES.items()}
-    return {name: form for name, form in {**ALONE, **mixed}.items() if name in arguments.forms}
+def all_forms(arguments: Namespace, num_layers: int) -> dict[str, Form]:
+    """Those of `--forms`; one of them keeps softmax in the first layer."""
+    kept = dataclasses.replace(LINEAR, settings={**LINEAR.settings, "layers": list(range(1, num_layers))})
+    return {name: form for name, form in {**ALONE, KEPT_LAYER: kept}.items() if name in arguments.forms}
 
 
 def of_each_token(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,7 +243,7 @@ def of_each_token(forward: Callable[..., Any]) -> Callable[..., Any]:
 def memory_off(model: Any) -> Iterator[None]:
     """Inside, a converted model has no state but window and sinks of `hybrid`, and what keeps softmax."""
     mechanisms = [module.linear_attention for module in linear_attention_modules(model).values()]
-    plain = {getattr(mechanism, "mechanism_class", type(mechanism)) for mechanism in mechanisms} - {HybridAttention}
+    plain = {type(mechanism) for mechanism in mechanisms} - {HybridAttention}
     with contextlib.ExitStack() as stack, retention.without_far(model):
         for kind in plain:
             stack.enter_context(mock.patch.object(kind, "forward", of_each_token(kind.forward)))
@@ -295,13 +275,12 @@ def run_forms(
     seed: int,
     folder: Path,
     data: Path,
-    ranked_on: Tensor,
     figures: Callable[[Any], dict[str, Tensor]],
 ) -> dict[str, Any]:
     """The figures of a teacher and of all its students, by share, form and seed."""
     teacher: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     whole, rows = cache_bytes(teacher), []
-    forms = all_forms(arguments, teacher, ranked_on)
+    forms = all_forms(arguments, teacher.config.num_hidden_layers)
     for name, form in forms.items():
         for share in arguments.shares:
             settings = sized(teacher, form, int(share * whole))
@@ -329,7 +308,7 @@ def run_task(arguments: Namespace, task: str) -> dict[str, Any]:
     for seed in arguments.seeds:
         folder = teacher_folder(arguments, task, seed)
         data = training_file(arguments, folder, task, seed)
-        found.append(run_forms(arguments, seed, folder, data, documents[0][:, 1:], figures))
+        found.append(run_forms(arguments, seed, folder, data, figures))
     teacher = {task: statistics.fmean(each["teacher"][task] for each in found)}
     return {**found[0], "teacher": teacher, "rows": [row for each in found for row in each["rows"]]}
 
@@ -350,11 +329,9 @@ def run_text(arguments: Namespace) -> dict[str, Any]:
         nats = retention.nats_of(model, text.batches())
         return {"nats": nats, "recall": nats[is_far]}
 
-    teacher = AutoModelForCausalLM.from_pretrained(folder)
     own = {"tokens": arguments.text_tokens, "tokens_per_step": 1024, "length": text.max_length, "learning_rate": None}
     arguments = Namespace(**{**vars(arguments), **own})
-    data, tokens = Path(arguments.train_file), repeated_tokens(teacher)
-    return run_forms(arguments, arguments.seeds[0], folder, data, tokens, figures)
+    return run_forms(arguments, arguments.seeds[0], folder, Path(arguments.train_file), figures)
 
 
 def fraction(share: float) -> str:
@@ -387,7 +364,7 @@ def main(argv: list[str] | None = None) -> None:
     training = {"tokens": 262_144, "tokens_per_step": 512, "learning_rate": 1e-3, "teacher_steps": 1500, "seeds": [0]}
     text = {"text_teacher": None, "train_file": None, "validation_file": None}
     text |= {"text_tokens": 100_000, "text_eval_tokens": 24_000}
-    chosen = {"model_type": "llama", "tasks": ["mqar", "copying"], "forms": [*ALONE, *MIXTURES]}
+    chosen = {"model_type": "llama", "tasks": ["mqar", "copying"], "forms": [*ALONE, KEPT_LAYER]}
     chosen |= {"shares": [1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4], "work_dir": Path("outputs/recall")}
     arguments = parse_arguments(__doc__, argv, quick, **sizes, **training, **text, **chosen)
     logging.basicConfig(level=logging.WARNING)

@@ -208,9 +208,7 @@ def graph_of(model: Any) -> Decoder | Encoder:
     if not model.can_generate():
         return Encoder(model)
     ids = torch.zeros(EXAMPLE[BATCH], EXAMPLE[LENGTH], dtype=torch.long, device="cpu")
-    mask = torch.ones_like(ids)
-    mask[0, 0] = 0  # without padding, softmax heads would keep no mask
-    cache: Any = cache_among(model(ids, attention_mask=mask, use_cache=True).values())
+    cache: Any = cache_among(model(ids, use_cache=True).values())
     return Decoder(model, [kept_by(number, layer) for number, layer in enumerate(cache.layers)])
 
 
@@ -227,13 +225,12 @@ def kept_by(number: int, layer: Any) -> list[Port]:
             "takes converted layers, and softmax layers that see all tokens"
         )
     tensors = (layer.keys, layer.values) if is_softmax else layer.state
-    first_growing = 0 if is_softmax else len(tensors) - layer.num_growing
     ports = []
     for place, x in enumerate(tensors):
         name = ("key", "value")[place] if is_softmax else f"state_{place}"
         shape: list[int | str] = [BATCH, *x.shape[1:]]
-        if place >= first_growing:
-            shape[1 if x.ndim == 2 else 2] = PAST
+        if is_softmax:
+            shape[2] = PAST
         ports.append(Port(f"past_key_values.{number}.{name}", tuple(shape), x.dtype))
     return ports
 

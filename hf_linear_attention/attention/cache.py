@@ -64,7 +64,6 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         self.state: State | None = None
         self.owns_state = False  # whether one more token may be written over it, because no other tensor has its memory
         self.signature: str | None = None  # identifies the mechanism that made the state
-        self.num_growing = 0  # of the tensors at the end of the state, those that grow with the length
         self.layout: tuple[Any, ...] | None = None  # heads, sizes and dtypes of the keys and values in the state
         self.gate_layout: tuple[Any, ...] | None = None  # C and dtype of the gates, if there are any
         self.query_layout: tuple[Any, ...] | None = None  # heads, size and dtype of queries that a rollback needs
@@ -127,23 +126,18 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         held = self.state if self.pending is None else self.pending
         return held[0].shape[0] if held else None
 
-    def claim(self, signature: str, num_growing: int) -> None:
+    def claim(self, signature: str) -> None:
         """Announce an `update` by a converted layer whose mechanism has this signature.
 
         Raises:
-            ValueError: if the state belongs to another mechanism or to other options, or would grow in a static cache.
+            ValueError: if the state belongs to another mechanism or to other options.
         """
-        if num_growing and self.static:
-            raise ValueError(
-                "Got a static cache, but heads with softmax attention (`softmax_heads`) keep all keys; pass a "
-                "`DynamicCache`, or none."
-            )
         if self.signature not in (None, signature) and self.num_rows is not None:
             raise ValueError(
                 f"Got a cache with the state of {self.signature} in a layer of {signature}. Only the mechanism that "
                 "made a state can continue it, with the same options; let this model read the tokens into a new cache."
             )
-        self.signature, self.num_growing, self.is_claimed = signature, num_growing, True
+        self.signature, self.is_claimed = signature, True
 
     def leave_inference_mode(self) -> None:
         """Copy tensors that were made under `torch.inference_mode`, if it has ended: autograd refuses to save them, and

@@ -130,7 +130,7 @@ class LinearizedAttention:
         if cache is not None:
             layer = kwargs["state_layer"] = self.find_state_layer(cache)
             if layer is not None:
-                layer.claim(self.linear_attention.signature, self.linear_attention.num_growing)
+                layer.claim(self.linear_attention.signature)
         if self.linear_attention_skips_bias:
             hidden = args[0] if args else kwargs["hidden_states"]
             kwargs["position_bias"] = hidden.new_zeros(1, 1, 1, 1)  # otherwise T5 would make one of size N x N
@@ -339,7 +339,7 @@ class LinearizedAttention:
         """Refuse a share of the heads: tensor parallel plans split heads, but not parameters that are per head."""
         total = self.linear_attention.shape.num_heads
         is_per_head = any(parameter.shape[:1] == (total,) for parameter in self.linear_attention.parameters())
-        if is_per_head or self.linear_attention.num_growing:
+        if is_per_head:
             raise NotImplementedError(
                 f"{type(self.linear_attention).__name__} has parameters for {total} heads and got {num_heads} heads. "
                 "Tensor parallelism (`tp_plan`) works only for mechanisms without parameters per head (`performer` "

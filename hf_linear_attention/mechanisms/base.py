@@ -12,7 +12,7 @@ import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -89,8 +89,6 @@ class MechanismInputs(NamedTuple):
 class AttentionMechanism(MechanismOptions, nn.Module):
     """Base class of all mechanisms; `settings` holds a valid value for every name in `options` (see its options)."""
 
-    # The number of tensors at the end of the state that grow with the length.
-    num_growing: ClassVar[int] = 0
     # Whether `prepare` has to know where queries and keys stand.
     needs_positions = False
     # Whether the inputs have what `gates` computes from the hidden states of the layer.
@@ -209,8 +207,7 @@ class AttentionMechanism(MechanismOptions, nn.Module):
     def state_layout(self, dtype: torch.dtype, is_causal: bool = True) -> list[tuple[torch.Size, torch.dtype]]:
         """The shape `[1, ...]` and dtype of each tensor of the state after one token of one sequence.
 
-        The last `num_growing` of them grow with the length; the others keep their shape. Nothing is computed: the
-        mechanism runs on the meta device, wherever its parameters are.
+        They keep their shape. Nothing is computed: the mechanism runs on the meta device, wherever its parameters are.
 
         Args:
             dtype: of queries, keys and values.

@@ -21,10 +21,15 @@ NAMED_LAYERS = ("all", "full_attention", "none")  # the texts that the setting `
 DROPPABLE = ("attention_sinks", "position_bias", "sliding_window", "softcap")
 # The settings that every mechanism has, with their defaults.
 COMMON_SETTINGS: dict[str, Any] = {
-    "layers": "all", "softmax_heads": [], "drop": [], "cross_attention": False, "rotary": None,
+    "layers": "all", "drop": [], "cross_attention": False, "rotary": None,
 }  # fmt: skip
 # Settings that checkpoints may have though they are options no more, each with the value that changed nothing.
-REMOVED_SETTINGS: dict[str, Any] = {"uniform_mixing": 0, "pinv_iterations": 6, "activation": "silu"}
+REMOVED_SETTINGS: dict[str, Any] = {
+    "uniform_mixing": 0,
+    "pinv_iterations": 6,
+    "activation": "silu",
+    "softmax_heads": [],
+}
 LARGEST = 2**40  # of any whole number: sizes above are beyond every memory, and then beyond the integers of torch
 
 
@@ -71,8 +76,7 @@ class MechanismOptions:
     The attributes `supports_<capability>` say what the mechanism can do. If some settings can do less, the class
     overrides `obstacle`, which every caller asks. `constants`: equal values come out unchanged, because the weights of
     a query sum to 1. `weights`: there is one matrix of weights per head. `state`: the causal form decodes from a state
-    of constant size. `alibi`: ALiBi is honoured exactly. `softmax_heads`: some query heads can have softmax attention
-    to the same queries and keys.
+    of constant size. `alibi`: ALiBi is honoured exactly.
     """
 
     options: ClassVar[dict[str, Option]] = {}
@@ -85,7 +89,6 @@ class MechanismOptions:
     supports_constants: ClassVar[bool] = False
     supports_weights: ClassVar[bool] = True
     supports_alibi: ClassVar[bool] = False
-    supports_softmax_heads: ClassVar[bool] = False
 
     @classmethod
     def filled(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +148,7 @@ ROPE_OPTIONS: dict[str, Option] = {
         str,
         "before_map",
         "which rotary frequencies the feature map sees; before_map: all; partial: those that make a full turn within "
-        "the trained length; none: none of them (window and sinks of `hybrid`, and softmax heads, always use all)",
+        "the trained length; none: none of them (window and sinks of `hybrid` always use all)",
         choices=("before_map", "partial", "none"),
     ),
     "rope_frequencies": Option(
@@ -222,7 +225,7 @@ class LinearOptions(MechanismOptions):
         **ROPE_OPTIONS,
     }
     supports_causal = supports_bidirectional = supports_cross = supports_padding = supports_state = True
-    supports_gqa = supports_constants = supports_alibi = supports_softmax_heads = True
+    supports_gqa = supports_constants = supports_alibi = True
 
     @classmethod
     def traits(cls, settings: Mapping[str, Any]) -> FeatureMapTraits:
@@ -507,7 +510,7 @@ class WindowOptions(MechanismOptions):
         "trained_length": TRAINED_LENGTH_OPTION,
     }
     supports_causal = supports_bidirectional = supports_padding = supports_state = True
-    supports_gqa = supports_constants = supports_alibi = supports_softmax_heads = True
+    supports_gqa = supports_constants = supports_alibi = True
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
@@ -639,13 +642,13 @@ class GatedDeltaOptions(MechanismOptions):
         **ROPE_OPTIONS,
         "rope": replace(ROPE_OPTIONS["rope"], needs=OF_OUR_FORM),
     }
-    supports_causal = supports_padding = supports_state = supports_gqa = supports_softmax_heads = True
+    supports_causal = supports_padding = supports_state = supports_gqa = True
 
     @classmethod
     def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
-        """The form of Qwen3.5 has no softmax heads, and no weights."""
-        if settings.get("form") == QWEN3_5 and capability in ("softmax_heads", "weights"):
-            return f"with `form` = `{QWEN3_5}` has no {capability.replace('_', ' ')}"
+        """The form of Qwen3.5 has no weights."""
+        if settings.get("form") == QWEN3_5 and capability == "weights":
+            return f"with `form` = `{QWEN3_5}` has no weights"
         return super().obstacle(capability, settings)
 
     @classmethod

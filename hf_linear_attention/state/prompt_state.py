@@ -219,11 +219,7 @@ def _layer_problem(named: dict[str, torch.Tensor], layer: Any, num_tokens: int) 
             high = num_tokens if tensor.dtype == torch.int64 else torch.iinfo(torch.int8).max
             if tensor.min() < 0 or tensor.max() > high:
                 return f"`{name}` holds {tensor.min().item()} to {tensor.max().item()}, but must hold 0 to {high}"
-    growing = _growing(layer)
     lengths = {tensor.shape[2 if tensor.ndim == 4 else 1] for name, tensor in named.items() if "pending" in name}
-    held = {tensor.shape[2 if tensor.ndim == 4 else 1] for name, tensor in named.items() if name in growing}
-    if held and held != {num_tokens - sum(lengths)}:
-        return f"the kept keys hold {sorted(held)} of {num_tokens} tokens"
     if len(lengths) > 1 or (lengths and "state.0" not in named and lengths != {num_tokens}):
         return f"the tensors `pending` hold {sorted(lengths)} of {num_tokens} tokens"
     return None
@@ -233,14 +229,12 @@ def _choices(layer: Any) -> list[list[str]]:
     """The possible sets of tensor names of a layer; after a rollback some have `pending` tokens, or only those."""
     if not getattr(layer, "holds_linear_state", False):
         return [[name for name, _ in _tensors(layer)]]
-    growing = _growing(layer)
     state = [f"state.{place}" for place, tensor in enumerate(layer.state) if tensor is not None]
     pending = [f"pending.{place}" for place in range(4)]
     beside = {"pending.4": layer.gate_layout, "pending.5": layer.query_layout}
     always = [name for name, layout in beside.items() if layout is not None]
     after_rollback = [[*pending[:count], *always] for count in (2, 3, 4)]
-    states = [state, [*state, growing[-1]]] if growing else [state]  # with and without a mask of the kept keys
-    return [*([*some, *names] for some in states for names in ([], *after_rollback)), *after_rollback]
+    return [state, *([*state, *names] for names in after_rollback), *after_rollback]
 
 
 def _expected(layer: Any, num_tokens: int) -> dict[str, tuple[list[tuple[int, int]], torch.dtype]]:
@@ -255,7 +249,6 @@ def _expected(layer: Any, num_tokens: int) -> dict[str, tuple[list[tuple[int, in
     tokens = (1, num_tokens)
     gate_size, gate_dtype = layer.gate_layout or (0, torch.float32)
     num_queries, query_size, query_dtype = layer.query_layout or (0, 0, key_dtype)
-    growing = _growing(layer)
     expected = {
         "pending.0": ([_only(num_heads), tokens, _only(key_size)], key_dtype),
         "pending.1": ([_only(num_heads), tokens, _only(value_size)], value_dtype),
@@ -264,21 +257,10 @@ def _expected(layer: Any, num_tokens: int) -> dict[str, tuple[list[tuple[int, in
         "pending.4": ([tokens, _only(gate_size)], gate_dtype),
         "pending.5": ([_only(num_queries), tokens, _only(query_size)], query_dtype),
     }
-    expected |= {name: ([(0, num_tokens)], torch.bool) for name in growing[-1:]}
     for place, tensor in enumerate(layer.state):
         if tensor is not None:
-            name, sizes = f"state.{place}", [_only(size) for size in tensor.shape[1:]]
-            if name in growing:
-                sizes[-2 if tensor.ndim == 4 else 0] = (0, num_tokens)
-            expected[name] = (sizes, tensor.dtype)
+            expected[f"state.{place}"] = ([_only(size) for size in tensor.shape[1:]], tensor.dtype)
     return expected
-
-
-def _growing(layer: Any) -> list[str]:
-    """The names of the tensors that grow with the length: keys, values and mask of heads with softmax attention."""
-    if not getattr(layer, "holds_linear_state", False) or not layer.num_growing:
-        return []
-    return [f"state.{place}" for place in range(len(layer.state))][-layer.num_growing :]
 
 
 def _only(size: int) -> tuple[int, int]:
@@ -319,10 +301,8 @@ def _fill(cache: DynamicCache, number: int, named: dict[str, torch.Tensor], made
     elif named:
         layer = state_layer(cache, number)
         parts = {name: tensor.to(made.state[0].device) for name, tensor in named.items()}
-        state: Any = _part(parts, "state")
-        state += (None,) * (len(made.state) - len(state) if state else 0)  # no mask of kept keys
-        layer.restore(state, _part(parts, "pending"), num_tokens)
-        layer.signature, layer.layout, layer.num_growing = made.signature, made.layout, made.num_growing
+        layer.restore(_part(parts, "state"), _part(parts, "pending"), num_tokens)
+        layer.signature, layer.layout = made.signature, made.layout
 
 
 def _part(named: dict[str, torch.Tensor], part: str) -> tuple[torch.Tensor | None, ...]:

@@ -26,15 +26,10 @@ class ConvertedModelConfig(VerifyAndUpdateConfig):
         """Mark converted layers in `layer_types`; vLLM takes a model of `full_attention` alone for one without states.
 
         Raises:
-            ValueError: for `softmax_heads`, whose state grows, and for families that vLLM cannot run.
+            ValueError: for families that vLLM cannot run.
         """
         config = model_config.hf_config
         refuse_family(config)
-        if any(entry["softmax_heads"] for entry in entries_of(config.linear_attention)):
-            raise ValueError(
-                "Heads with softmax attention (`softmax_heads`) keep all keys in the state, which vLLM cannot store; "
-                "serve this model with `hf-linear-attention serve`, or convert it with whole softmax layers."
-            )
         types = getattr(config, "layer_types", None)
         if not types or hasattr(config, STOCK_LAYER_TYPES) or is_encoder(config):
             return

@@ -186,18 +186,7 @@ def test_what_keeps_softmax_counts_in_full():
     teacher = recall_tasks.new_teacher("llama", 129, 64, 2, 2)
     whole, settings = recall_bytes.cache_bytes(teacher), {"mechanism": "linear", "num_features": 8}
     state = recall_bytes.bytes_of(teacher, settings)
-    assert recall_bytes.bytes_of(teacher, {**settings, "softmax_heads": [[1, 0]]}) - state >= whole / 4
     assert recall_bytes.bytes_of(teacher, {**settings, "layers": [0]}) == (state + whole) / 2
-
-
-def test_heads_and_layers_of_the_ranking_are_kept():
-    ranking = [{"layer": layer, "head": head} for layer, head in ((2, 1), (0, 3), (2, 0), (1, 1))]
-    form = recall_bytes.LINEAR
-    assert recall_bytes.with_kept(form, 2, 0, ranking, 3).settings == {
-        **form.settings,
-        "softmax_heads": [[0, 3], [2, 1]],
-    }
-    assert recall_bytes.with_kept(form, 0, 2, ranking, 3).settings == {**form.settings, "layers": [1]}
 
 
 @pytest.mark.parametrize("mechanism", ["window", "linear", "gated_delta"])
@@ -221,10 +210,8 @@ def test_without_memory_hybrids_keep_their_window_and_what_is_softmax_stays():
     teacher = recall_tasks.new_teacher("llama", 33, 32, 2, 2).eval()
     tokens, _ = recall_tasks.mqar(2, 33, torch.Generator().manual_seed(0))
     window = {"window_size": 3, "num_sinks": 2}
-    kept = {"softmax_heads": [[0, 1]]}
     for settings, left in (
         ({"mechanism": "hybrid", **window, "num_exact_keys": 4}, {"mechanism": "window", **window}),
-        ({"mechanism": "linear", **kept}, {"mechanism": "window", "window_size": 1, "num_sinks": 0, **kept}),
         (
             {"mechanism": "linear", "layers": [1]},
             {"mechanism": "window", "window_size": 1, "num_sinks": 0, "layers": [1]},

@@ -285,10 +285,10 @@ print(json.dumps(ids.tolist()))
 
 @torch.no_grad()
 def test_the_command_writes_what_onnxruntime_generates_with(tmp_path):
-    """One layer is linear, one has softmax heads besides, and one is softmax."""
+    """Two layers are linear, and one is softmax."""
     source, out, graph = tmp_path / "source", tmp_path / "out", tmp_path / "graph"
     save_twin(source, "llama")
-    settings = {"mechanism": "linear", "feature_map": "t2r", "layers": [0, 1], "softmax_heads": [[1, 2]]}
+    settings = {"mechanism": "linear", "feature_map": "t2r", "layers": [0, 1]}
     model = convert(str(source), **settings)
     model.save_pretrained(out)
     tiny_tokenizer().save_pretrained(out)

@@ -44,10 +44,6 @@ SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
         (["--softmax_layers", "auto:3", "--calibration_file", __file__], ["auto:3", "K must be from 1 to 2"]),
         (["--softmax_layers", "0,7"], ["[7]", "[0, 1, 2]"]),
         (["--softmax_layers", "last"], ["`--softmax_layers last`", "auto:K"]),
-        (["--softmax_heads", "auto:12"], ["K must be from 1 to 11", "have 12 heads"]),
-        (["--softmax_heads", "0"], ["give LAYER.HEAD, such as 0.3,2.1, or auto:K"]),
-        (["--softmax_heads", "0.9"], ["heads [9] of layer 0, which has heads 0 to 3"]),
-        (["--softmax_heads", "auto:2", "--attention", "aft"], ["`aft` has no softmax_heads form"]),
         (["--max_position_embeddings", "150"], ["`llama` has no table of learned positions"]),
     ],
 )

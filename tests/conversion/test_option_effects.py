@@ -32,7 +32,7 @@ RANDOM = {"attention": "performer", "num_features": 8}
 FIGURES = ("checks", "calibration", "quality", "base_model_name")
 # A dry run shows their effect.
 PRINTED = (
-    "attention", "layers", "softmax_layers", "softmax_heads", "drop", "cross_attention", "state_bytes",
+    "attention", "layers", "softmax_layers", "drop", "cross_attention", "state_bytes",
     "max_position_embeddings", "allow_pickle", "trust_remote_code",
 )  # fmt: skip
 FITTED = {**RANDOM, "features": "favor++"}
@@ -81,7 +81,6 @@ def second(folder: Path) -> Options:
         "attention": "performer",
         "layers": "0",
         "softmax_layers": "0",
-        "softmax_heads": "0.1",
         "drop": "position_bias",
         "max_position_embeddings": 99,
         "dtype": "bfloat16",

@@ -1,4 +1,4 @@
-"""`--softmax_layers` and `--softmax_heads`: listed, or chosen; the ranking is that of models built for the purpose."""
+"""`--softmax_layers`: listed, or chosen; the ranking is that of models built for the purpose."""
 
 from __future__ import annotations
 
@@ -7,27 +7,14 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
-from caches import cache_of
 from checkpoints import run
-from matrix import stock_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_linear_attention import convert
-from hf_linear_attention.attention_observation import observe_attention
-from hf_linear_attention.conversion.quality import model_state_bytes
-from hf_linear_attention.conversion.softmax_choice import (
-    rank_heads,
-    rank_layers,
-    repeated_tokens,
-    set_softmax_heads,
-    with_softmax_layers,
-)
-from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.conversion.softmax_choice import rank_layers, with_softmax_layers
 
 
 LINEAR = ("--attention", "linear", "--feature_map", "elu1")
-EVERY = [[layer, head] for layer in range(3) for head in range(4)]
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"vocab_size": 300, "max_position_embeddings": 128, "initializer_range": 0.2}
 
@@ -128,109 +115,3 @@ def test_with_a_preset_the_layers_are_chosen_before_the_last_stage(llama, text, 
     assert "stays softmax" in stdout
     names = AutoModelForCausalLM.from_pretrained(out).state_dict()
     assert {name.split(".")[2] for name in names if "linear_attention" in name} == {str(layer) for layer in left}
-
-
-def test_listed_heads_are_kept_and_their_bytes_are_reported(llama, tmp_path):
-    code, out, err = run(
-        *("--model_name_or_path", llama, "--output_dir", tmp_path / "o", "--attention", "linear"),
-        *("--softmax_heads", "2.1,0.3,2.0"),
-    )
-    assert code == 0, err
-    report = report_of(tmp_path / "o")
-    assert report["settings"]["softmax_heads"] == [[0, 3], [2, 0], [2, 1]]
-    group = 2 * 8 * 4  # one key and one value of 8 float32 numbers
-    assert [layer["growing_bytes_per_token"] for layer in report["layers"]] == [group, 0, group]  # two heads, one group
-    assert f"heads with softmax add {2 * group} bytes per token" in out
-    card = (tmp_path / "o" / "README.md").read_text()
-    assert f"| bytes per token of heads with softmax | {2 * group} |" in card
-    assert "softmax_heads" in card
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "o")
-    plain = convert(str(llama), mechanism="linear")
-    assert model_state_bytes(model, 10) == model_state_bytes(plain) + 10 * 2 * group
-    cache = cache_of(model(torch.randint(5, 60, (1, 10)), use_cache=True))
-    assert sum(layer.state_bytes() for layer in cache.layers) == model_state_bytes(model, 10)
-
-
-def test_the_score_is_the_rise_of_the_loss_in_a_model_with_one_linear_head():
-    model = convert(stock_model("llama"), mechanism="linear", feature_map="elu1")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    ids = repeated_tokens(model)
-    assert ids.shape == (8, 2 * 32)  # the model reads 64 tokens
-    assert torch.equal(ids[:, :32], ids[:, 32:])
-    assert not torch.isin(ids, torch.tensor([0, 1, 2])).any()
-    mask = torch.ones(2, 20, dtype=torch.long)
-    mask[1, 12:] = 0
-    text = [{"input_ids": ids[:2, :20], "attention_mask": mask}]
-    ranking = rank_heads(model, ids, text)
-    assert sorted([entry["layer"], entry["head"]] for entry in ranking) == EVERY
-    assert [entry["score"] for entry in ranking] == sorted((entry["score"] for entry in ranking), reverse=True)
-
-    def losses(any_model):
-        with torch.no_grad():
-            retrieval = F.cross_entropy(any_model(ids).logits[:, 32:-1].flatten(0, 1), ids[:, 33:].flatten())
-            logits = any_model(**text[0]).logits
-        rows = [(logits[0, :19], ids[0, 1:20]), (logits[1, :11], ids[1, 1:12])]
-        nats = sum(F.cross_entropy(found, wanted, reduction="sum") for found, wanted in rows)
-        return retrieval.item(), nats.item() / 30
-
-    stock = losses(stock_model("llama"))
-    for entry in ranking:
-        kept = [pair for pair in EVERY if pair != [entry["layer"], entry["head"]]]
-        ablated = convert(stock_model("llama"), mechanism="linear", feature_map="elu1", softmax_heads=kept)
-        found = losses(ablated)
-        # float32, differences of losses around 4 nats
-        assert entry["retrieval"] == pytest.approx(found[0] - stock[0], abs=2e-5)
-        assert entry["text"] == pytest.approx(found[1] - stock[1], abs=2e-5)
-    # The model has not changed.
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert not any(module.linear_attention.num_growing for module in linear_attention_modules(model).values())
-
-
-def test_heads_set_in_place_are_those_of_a_new_model():
-    model = convert(stock_model("llama"), mechanism={"0": "hybrid", "1-": "linear"})
-    new = convert(stock_model("llama"), mechanism={"0": "hybrid", "1-": "linear"}, softmax_heads=[[0, 1], [2, 2]])
-    set_softmax_heads(model, [[0, 1], [2, 2]])
-    assert model.config.linear_attention == new.config.linear_attention
-    ids = torch.randint(5, 60, (2, 20), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, new(ids).logits)
-    for mine, theirs in zip(linear_attention_modules(model).values(), linear_attention_modules(new).values()):
-        assert mine.linear_attention.signature == theirs.linear_attention.signature
-        assert mine.linear_attention.settings == theirs.linear_attention.settings
-
-
-def test_the_best_heads_are_chosen(llama, tmp_path):
-    words = ("--model_name_or_path", llama, *LINEAR, "--output_dir", tmp_path / "o", "--softmax_heads", "auto:3")
-    code, out, err = run(*words)
-    assert code == 0, err
-    report = report_of(tmp_path / "o")
-    choice = report["softmax_heads"]
-    best = sorted([entry["layer"], entry["head"]] for entry in choice["ranking"][:3])
-    config = json.loads((tmp_path / "o" / "config.json").read_text())
-    assert choice["heads"] == best == report["settings"]["softmax_heads"] == config["linear_attention"]["softmax_heads"]
-    assert len(choice["ranking"]) == 12
-    assert all(entry["text"] is None for entry in choice["ranking"])
-    assert len(re.findall("stays softmax", out)) == 3
-    assert report["figures"]["bytes per token of heads with softmax"] > 0
-
-
-def test_heads_are_kept_through_healing(llama, text, tmp_path):
-    words = ("--attention", "0:hybrid,1-:linear", "--window_size", 4, "--num_features", 8, "--softmax_heads", "auto:2")
-    words = (*words, "--num_exact_keys", 2)  # fewer than the text has behind its window
-    code, _, err = run(
-        *("--model_name_or_path", llama, "--output_dir", tmp_path / "o", *words, "--preset", "default"),
-        *("--train_file", text, "--tokens", "2k"),
-    )
-    assert code == 0, err
-    report = report_of(tmp_path / "o")
-    heads = report["softmax_heads"]["heads"]
-    assert report["softmax_heads"]["inputs"] is not None  # the training text
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "o")
-    kept = [pair for entry in model.config.linear_attention for pair in entry["softmax_heads"]]
-    assert kept == heads
-    seen = {}
-    with torch.no_grad(), observe_attention(model, lambda call: seen.update({call.module.layer_idx: call})):
-        model(torch.randint(5, 60, (2, 20)))
-    for layer, head in EVERY:
-        error = (seen[layer].output - seen[layer].softmax_output)[:, :, head].norm()
-        assert (error < 1e-4 * seen[layer].softmax_output[:, :, head].norm()) == ([layer, head] in heads)

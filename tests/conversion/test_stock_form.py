@@ -162,7 +162,6 @@ def test_a_preset_heals_it_from_python(qwen3, tmp_path):
         ("qwen3", {"num_hidden_layers": 3}, (), "K must be from 2 to 3"),
         ("qwen3", {}, ("--preset=gated_delta", "--train_file=t.txt"), "give `--preset qwen3_5`"),
         ("qwen3", {}, ("--conv_size=3",), "`conv_size` = `3` has no effect with `form` = `qwen3_5`"),
-        ("qwen3", {}, ("--softmax_heads=0.1",), "with `form` = `qwen3_5` has no softmax heads"),
         ("llama", {}, ("--dtype=float16",), "give `--dtype bfloat16`"),
     ],
 )

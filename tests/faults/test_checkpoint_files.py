@@ -52,7 +52,7 @@ SETTINGS = [
     3, {}, None, {"mechanism": "nosuch"}, {"mechanism": 3}, {"mechanism": "linear", "foo": 1},
     {"mechanism": "linear", "num_features": 10**15}, {"mechanism": "linear", "format_version": 99},
     {"mechanism": "linear", "layers": [99]}, {"mechanism": "linear", "rotary": {"a": 1}},
-    {"mechanism": "linear", "softmax_heads": [[99, 99]]}, {"mechanism": "linear", "feature_map": "elu1"},
+    {"mechanism": "linear", "feature_map": "elu1"},
     {"mechanism": "nystrom"},
 ]  # fmt: skip
 # By the name of the file: contents that are no JSON, or another kind of JSON than this file has.

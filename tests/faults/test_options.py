@@ -52,7 +52,6 @@ CONVERSION = {
     "attention": ["nosuch", "0-99999999999:linear", "0-:nosuch", ":linear", "linear,linear", "0:linear,0:hybrid"],
     "layers": ["x", "3-1", "0-99999999999", "99", "", "0.5", "\u0661"],
     "softmax_layers": ["auto:x"],
-    "softmax_heads": ["99.0", "x.y", "auto:9999999999999"],
     "num_features": ["0", "x", "1.5", 10**11, 10**30],
     "state_bytes": ["1", 10**30],
     "dtype": ["int8"],

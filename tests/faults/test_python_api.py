@@ -24,7 +24,6 @@ SETTINGS = {
     "decay": ["nosuch", True],
     "drop": ["softcap", ["nosuch"], [3], None],
     "cross_attention": ["x", 1],
-    "softmax_heads": [3, [[0, 1, 2]], [["0", "1"]], [[99, 0]], [[0, 99]]],
     "trained_length": ["x", -1],
     "nosuch": [1],
     "format_version": [99, "x"],

@@ -23,7 +23,7 @@ def test_defaults_are_filled_in_and_survive_json(tmp_path):
         **{"features": "exp", "num_features": None, "orthogonal": True, "redraw_interval": 0, "seed": 0},
         **{"geometry": "fixed", "decay": "none"},
         **{"rope": "before_map", "rope_frequencies": None, "trained_length": 64, "rotary": None},
-        **{"layers": "all", "softmax_heads": [], "drop": [], "cross_attention": False, "format_version": 1},
+        **{"layers": "all", "drop": [], "cross_attention": False, "format_version": 1},
     }
     config.save_pretrained(tmp_path)
     again = type(config).from_pretrained(tmp_path)

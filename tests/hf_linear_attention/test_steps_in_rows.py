@@ -45,7 +45,7 @@ def mechanism_named(name: str):
 
 
 STEPS = [
-    *(name for name in rows(causal=True, state=True) if not build_mechanism(name).num_growing),
+    *rows(causal=True, state=True),
     *WITH_POSITIONS,
 ]
 

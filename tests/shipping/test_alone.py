@@ -55,7 +55,6 @@ CONVERTED = {
         "AutoModelForCausalLM",
         "--attention=0:hybrid,1:linear,2:performer --window_size=4 --num_features=8",
     ),
-    "softmax heads": ("llama", "AutoModelForCausalLM", "--attention=linear --softmax_heads=0.3,2.0,2.1"),
     "vit": ("vit", "AutoModelForImageClassification", "--attention=linformer --projection_size=8"),
 }
 FAMILIES = [name for name, row in HUB_CONFIGS.items() if row.drop or row.options or not row.refused]

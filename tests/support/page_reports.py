@@ -21,7 +21,7 @@ def heads(scale: float, inputs: str) -> dict[str, Any]:
 
 LAYER = {
     "layer": 0, "module": "m", "stock_class": "A", "linear_class": "B", "mechanism": "hybrid", "num_heads": 4,
-    "state_bytes": 69_500, "growing_bytes_per_token": 0, "cache_bytes_per_token": 256,
+    "state_bytes": 69_500, "cache_bytes_per_token": 256,
 }  # fmt: skip
 QUALITY = {
     "validation_file": "held_out.txt", "max_tokens": 50_000, "teacher": 1.4055, "student": 1.4174,

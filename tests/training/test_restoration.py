@@ -141,17 +141,15 @@ def test_norms_of_queries_and_keys_and_matrices_that_also_make_values() -> None:
             QueryKeyProjections(model, model, "SRC")
 
 
-@pytest.mark.parametrize("case", ["all linear", "heads alone", "adapters", "another model", "no model"])
+@pytest.mark.parametrize("case", ["all linear", "adapters", "another model", "no model"])
 def test_refusals(
     case: str, finetune, causal: list[Any], converted: Any, llama: str, save: Any, tmp_path: Path, capsys
 ) -> None:
     linear = converted(llama, mechanism="linear")
-    heads = converted(llama, mechanism="linear", softmax_heads=[[0, 1]])
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
     small = save(LlamaForCausalLM, LlamaConfig(vocab_size=300, **sizes))
     words, said = {
         "all linear": (["--model_name_or_path", linear, "--restore_projections", linear], "no layer with softmax"),
-        "heads alone": (["--model_name_or_path", heads, "--restore_projections", heads], "softmax_heads"),
         "adapters": (["--restore_projections", llama, "--use_peft"], "--use_peft"),
         "another model": (["--restore_projections", small], "model.layers.1.self_attn.q_proj.weight of the same"),
         "no model": (["--restore_projections", tmp_path / "none"], "none"),

@@ -7,7 +7,6 @@ import torch
 import transformers
 from conftest import CONFIGS, engine, expected, metric, prompts, written
 
-from hf_linear_attention import convert
 from hf_linear_attention.vllm_plugin import states
 
 
@@ -162,19 +161,7 @@ def test_two_processes_with_half_of_the_heads_each(converted):
         assert written(llm, texts) == expected(folder, texts)
 
 
-@pytest.mark.parametrize(
-    ("settings", "options", "message"),
-    [
-        ({"softmax_heads": [[0, 1]]}, {}, "softmax_heads"),
-        ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "Speculative"),
-    ],
-    ids=["softmax heads", "speculative"],
-)
-def test_what_states_do_not_allow_is_refused(converted, tmp_path, settings, options, message):
-    folder = converted("hybrid")
-    if settings:
-        model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**CONFIGS["hybrid"][1]))
-        convert(model, mechanism="hybrid", window_size=16, **settings).save_pretrained(tmp_path)
-        folder = tmp_path
-    with pytest.raises(ValueError, match=message), engine(folder, **options):
+def test_what_states_do_not_allow_is_refused(converted):
+    speculative = {"method": "ngram", "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="Speculative"), engine(converted("hybrid"), speculative_config=speculative):
         pass

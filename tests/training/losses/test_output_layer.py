@@ -35,7 +35,7 @@ from transformers import (
 
 from hf_linear_attention import convert
 from hf_linear_attention.conversion.comparison import distance
-from hf_linear_attention.conversion.softmax_choice import rank_heads, rank_layers
+from hf_linear_attention.conversion.softmax_choice import rank_layers
 from hf_linear_attention.conversion.verification import compare_outputs
 from hf_linear_attention.training.data.packing import StreamWindows
 from hf_linear_attention.training.evaluation import retention
@@ -281,7 +281,6 @@ WORK = {
     "verification": lambda student, teacher, batch: compare_outputs(student, None),
     "comparison": lambda student, teacher, batch: distance(student, teacher, [{"input_ids": batch["input_ids"]}]),
     "layers": lambda student, teacher, batch: rank_layers(student, teacher, [batch]),
-    "heads": lambda student, teacher, batch: rank_heads(student, batch["input_ids"], [batch]),
 }
 
 
