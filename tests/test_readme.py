@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from capability_table import capability_table
+from capability_table import capability_table, page_of
 
 from hf_linear_attention import supported_model_types
 from hf_linear_attention.conversion.convert_checkpoint import architecture_table
@@ -41,8 +41,8 @@ def test_the_site_has_a_table_of_the_options(name, monkeypatch):
     pytest.importorskip("mkdocs")
     monkeypatch.syspath_prepend(str(DOCS))
     hooks = importlib.import_module("site_hooks")
-    page = SimpleNamespace(file=SimpleNamespace(src_uri=f"mechanisms/{name}.md"))
-    shown = hooks.on_page_markdown(read("mechanisms", f"{name}.md"), page)
+    source = page_of(name).partition("#")[0]
+    shown = hooks.on_page_markdown(read(source), SimpleNamespace(file=SimpleNamespace(src_uri=source)))
     assert [option for option in MECHANISMS[name].options if f"\n| `{option}` | " not in shown] == []
 
 

@@ -26,6 +26,7 @@ COLUMNS = {
     "ALiBi, in decoders": "alibi",
 }
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "mechanisms.md"
+TOGETHER = "mechanisms/encoders.md"
 # A table ends at the first line that does not begin with a bar.
 TABLE = re.compile(r"(?m)^\| `--attention`.*\n(^\|.*\n)+")
 
@@ -37,8 +38,14 @@ def capability_table() -> str:
     for name, mechanism in MECHANISMS.items():
         what = (mechanism.__doc__ or "").strip().splitlines()[0].rstrip(".")
         marks = [_mark(mechanism, capability) for capability in COLUMNS.values()]
-        lines.append(f"| [`{name}`](mechanisms/{name}.md) | {what} | " + " | ".join(marks) + " |")
+        lines.append(f"| [`{name}`]({page_of(name)}) | {what} | " + " | ".join(marks) + " |")
     return "\n".join(lines)
+
+
+def page_of(name: str) -> str:
+    """The place of a mechanism in the documentation."""
+    own = f"mechanisms/{name}.md"
+    return own if (PAGE.parent / own).exists() else f"{TOGETHER}#{name}"
 
 
 def _mark(mechanism: type[AttentionMechanism], capability: str) -> str:
