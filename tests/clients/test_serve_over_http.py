@@ -1,11 +1,8 @@
-"""`hf-linear-attention serve` over HTTP: a chat with OpenAI's client and with `transformers chat`, and signals."""
+"""`hf-linear-attention serve` over HTTP, with OpenAI's client."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -72,38 +69,3 @@ def test_a_chat(served, expected, is_streamed):
     else:
         text = answer.choices[0].message.content
     assert text.strip() == expected.strip()
-
-
-def test_the_model_is_listed_without_a_cache_of_the_hub(served):
-    from openai import OpenAI
-
-    folder, address = served
-    client = OpenAI(base_url=f"{address}/v1", api_key="none", timeout=120, max_retries=0)
-    assert [model.id for model in client.models.list()] == [str(folder)]
-
-
-def test_transformers_chat(served):
-    """The command of `serve --help`; its library refuses any address where the hub is said to be out of reach."""
-    folder, address = served
-    command = [sys.executable, "-m", "transformers.cli.transformers", "chat", str(folder), address]
-    command += ["max_new_tokens=4", "min_new_tokens=4"]  # it samples: an early end would take the "n" for a message
-    environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run(
-        command, input="some text\nn\n!exit\n", capture_output=True, text=True, timeout=PATIENCE, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert "was already loaded" in done.stdout
-    assert "4 tokens in" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
-)
-def test_a_signal_ends_it_with_its_exit_code(served, tmp_path, number, code, said):
-    folder, _ = served
-    with serving(folder, tmp_path / "log.txt") as (process, _):
-        process.send_signal(number)
-        assert process.wait(60) == code
-    log = (tmp_path / "log.txt").read_text()
-    assert log.splitlines()[-1].endswith(f"{said}; the server has stopped")
-    assert "Traceback" not in log
