@@ -74,7 +74,7 @@ whole preset are estimated from the speed of that training, or of ten steps of e
 none. The time of one attention layer is measured in this process, with the model's heads and dtype, beside torch's
 softmax attention. With --output_dir, comparison.json and report.html are written there.
 """
-DOCTOR = "Whether this installation works, and whether a converted model is in order."
+DOCTOR = "Whether this installation works, and which code serves a converted model."
 
 
 @dataclass(frozen=True)
@@ -313,21 +313,14 @@ def doctor(argv: Sequence[str]) -> int:
 def _doctor(argv: Sequence[str]) -> None:
     parser = Parser([], prog=f"{PROGRAM} doctor", description=DOCTOR)
     parser.add_argument("folder", nargs="?", help="a converted model to examine too")
-    parser.add_argument(
-        "--trust_remote_code",
-        action="store_true",
-        help="also load the model with the code in its folder, without this package; this runs that code",
-    )
     arguments = parser.parse_args(argv)
-    if arguments.trust_remote_code and arguments.folder is None:
-        raise UsageError("`--trust_remote_code` runs the code in a folder; name the folder of a converted model")
     from hf_linear_attention.conversion.findings import BROKEN, environment_findings, folder_findings
 
     broken = 0
     with quiet_transformers():
         findings = list(environment_findings())
         if arguments.folder is not None:
-            findings += folder_findings(Path(arguments.folder).expanduser(), arguments.trust_remote_code)
+            findings += folder_findings(Path(arguments.folder).expanduser())
         for finding in findings:
             sys.stdout.write(f"{finding.kind:<7} {finding.topic:<13} {finding.text}\n")
             broken += finding.kind == BROKEN

@@ -67,12 +67,10 @@ def test_positions_beyond_every_memory(bert, tmp_path, monkeypatch):
     assert_nothing_written(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "content"), [
-    ("config.json", b"[]"), ("model.safetensors", b"x"), ("model.safetensors", None), ("tokenizer.json", b"x"),
-    ("modeling_linear_attention.py", None), ("modeling_linear_attention.py", b"class ("),
-    ("conversion_report.json", b""), ("conversion_report.json", b'{"quality": {"positions": 3}}'),
-    ("conversion_report.json", b'{"quality": {"positions": {"length": "x"}}}'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("config.json", b"[]"), ("modeling_linear_attention.py", None), ("modeling_linear_attention.py", b"class (")],
+)
 def test_doctor(linear_llama, tmp_path, monkeypatch, name, content):
     monkeypatch.setattr("hf_linear_attention.conversion.findings.environment_findings", list)
     model = copy_of(linear_llama, tmp_path / "model")
@@ -80,7 +78,7 @@ def test_doctor(linear_llama, tmp_path, monkeypatch, name, content):
     code, out, err = command("doctor", model)
     assert code == 1, err
     assert "HF_LINEAR_ATTENTION_DEBUG" not in err
-    assert name in "".join(line for line in out.splitlines() if line.startswith("broken")) or name.startswith("model.")
+    assert name in "".join(line for line in out.splitlines() if line.startswith("broken"))
 
 
 @pytest.mark.parametrize("value", [["x"], 3, None])
