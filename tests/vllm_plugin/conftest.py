@@ -53,7 +53,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gated": ("llama", LLAMA, {"mechanism": "linear", "decay": "gated"}),
     "gated_delta": ("llama", LLAMA, {"mechanism": "gated_delta"}),
     "window": ("llama", LLAMA, {"mechanism": "window", "window_size": 16}),
-    "performer": ("llama", LLAMA, {"mechanism": "performer", "num_features": 32}),
     "softmax layers": ("llama", WIDE, HYBRID | {"layers": [1]}),
     "layer types": ("qwen3", WIDE | {"layer_types": ["full_attention"] * 3}, HYBRID | {"layers": [0, 2]}),
     "two settings": (
@@ -61,7 +60,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         LLAMA,
         {"mechanism": {"0-1": "hybrid", "2-": "linear"}, "window_size": 16, "num_sinks": 2},
     ),
-    "gpt_neox": ("gpt_neox", SIZES | {"intermediate_size": 96, "initializer_range": 0.2}, HYBRID),
     "gpt2": (
         "gpt2",
         {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4, "initializer_range": 0.2},

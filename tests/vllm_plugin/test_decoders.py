@@ -10,7 +10,7 @@ from conftest import CONFIGS, engine, expected, metric, prompts, written
 from hf_linear_attention.vllm_plugin import states
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "hybrid"])  # which the next tests run
 def test_many_requests_at_once_with_prompts_in_chunks(converted, name):
     folder, texts = converted(name), prompts(24)
     with engine(folder, max_num_batched_tokens=96, max_num_seqs=24) as llm:
@@ -129,9 +129,8 @@ def test_bfloat16(converted):
     assert sum(a == b for a, b in zip(found, wanted)) >= 10
 
 
-@pytest.mark.parametrize("name", ["hybrid", "linear"])
-def test_compiled_graphs(converted, name):
-    folder, texts = converted(name), prompts(12)
+def test_compiled_graphs(converted):
+    folder, texts = converted("hybrid"), prompts(12)
     with engine(folder, enforce_eager=False) as llm:
         assert written(llm, texts) == expected(folder, texts)
 

@@ -24,10 +24,8 @@ MODERNBERT = SMALL | {"initializer_cutoff_factor": 1.0, "global_attn_every_n_lay
 HYBRID = {"mechanism": "hybrid", "window_size": 8, "num_sinks": 1}
 OTHERS = {"mechanism": {"0": "linformer", "1": "nystrom", "2": "aft"}, "projection_size": 8, "num_landmarks": 8}
 EMBEDDINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "bert": ("bert", SMALL, HYBRID),
     "softmax layers": ("roberta", SMALL, HYBRID | {"layers": [0, 2]}),
     "linear and performer": ("distilbert", DISTILBERT, {"mechanism": {"0": "linear", "1": "performer", "2": "latent"}}),
-    "modernbert": ("modernbert", MODERNBERT, HYBRID),
     "linformer, nystrom, aft": ("camembert", SMALL, OTHERS),
 }
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
