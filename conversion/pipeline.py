@@ -17,11 +17,10 @@ from hf_linear_attention import calibrate, supported_model_types
 from hf_linear_attention._common.command_line import not_essential
 from hf_linear_attention._common.devices import memory_of_machine
 from hf_linear_attention._common.errors import ConversionError, UsageError
-from hf_linear_attention._common.folders import saving, staging
+from hf_linear_attention._common.folders import only_writer, saving, staging
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.model_card import REPORT, source_metadata, write_model_card
-from hf_linear_attention._common.output_lock import only_writer
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs

@@ -57,7 +57,7 @@ if not __package__:  # started as a file: its own folder must not hide other pac
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.command_line import let_threads_sleep, run_command
-from hf_linear_attention._common.output_lock import only_writer
+from hf_linear_attention._common.folders import only_writer
 from hf_linear_attention.training.presets import Preset
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import parse_options

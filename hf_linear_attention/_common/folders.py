@@ -17,27 +17,65 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from hf_linear_attention._common.errors import RunError
-
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks, and abandoned folders stay there
-    fcntl = None  # type: ignore[assignment]
+from hf_linear_attention._common.errors import RunError, UsageError
 
 
 CHECKSUMS = "checksums.json"
 INCOMPLETE = ".incomplete-"
-GRACE = 60  # seconds in which a new folder may have no lock yet
-# Earlier versions renamed a folder to `.incomplete-old-NAME` before they removed it.
-LEFT_BEHIND = r"\.incomplete-(old-)?({names})|({names})\.(tmp|old)-[0-9a-f]{{16}}"
+RANDOM = "[0-9a-f]{16}"
+
+
+@contextlib.contextmanager
+def only_writer(output_dir: Path) -> Iterator[None]:
+    """A context in which this process alone writes to `output_dir`; what killed ones left unfinished is removed.
+
+    The operating system locks a file beside the folder, which says who holds the lock, until its process ends. Where
+    no file can be written beside the folder, or the file system has no locks, there is none.
+
+    Raises:
+        UsageError: if another process holds the lock; it names the process.
+    """
+    path = output_dir.with_name(f".{output_dir.name}.lock")
+    made = [parent for parent in output_dir.parents if not parent.exists()]
+    lock, holder = FileLock(path, timeout=0), ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            holder = path.read_text(encoding="utf-8", errors="replace")[:200]
+        lock.acquire()
+    except Timeout:
+        holder = holder or "another process"
+        raise UsageError(
+            f"`--output_dir` {output_dir} is being written by {holder}; wait for it, or choose another folder"
+        ) from None
+    except (OSError, NotImplementedError):
+        pass
+    try:
+        if lock.is_locked:
+            with contextlib.suppress(OSError):  # what others left behind is no reason to fail
+                path.write_text(
+                    f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}",
+                    encoding="utf-8",
+                )
+                _remove_all(output_dir.parent, rf"{re.escape(output_dir.name)}(\.unfinished)?\.tmp-{RANDOM}")
+        yield
+    finally:
+        if lock.is_locked:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            lock.release()
+        for parent in made:  # those that the run has not used
+            with contextlib.suppress(OSError):
+                parent.rmdir()
 
 
 @contextlib.contextmanager
@@ -48,8 +86,6 @@ def staging(output_dir: Path, *, replaces: bool = True) -> Iterator[Path]:
         RunError: without `replaces`, if another process has written `output_dir` in the meantime.
     """
     temporary, made = _beside(output_dir, "tmp"), []
-    with contextlib.suppress(OSError):  # what others left behind is no reason to fail
-        _remove_abandoned(output_dir)
     try:
         for parent in reversed([parent for parent in output_dir.parents if not parent.exists()]):
             with contextlib.suppress(FileExistsError):  # another process has created it
@@ -57,9 +93,8 @@ def staging(output_dir: Path, *, replaces: bool = True) -> Iterator[Path]:
                 made.append(parent)
         temporary.mkdir()
         made.append(temporary)
-        with _held(temporary):
-            yield temporary
-            replace(temporary, output_dir, replaces=replaces)
+        yield temporary
+        replace(temporary, output_dir, replaces=replaces)
     except BaseException:
         if temporary in made:
             shutil.rmtree(made.pop(), ignore_errors=True)
@@ -67,39 +102,6 @@ def staging(output_dir: Path, *, replaces: bool = True) -> Iterator[Path]:
             with contextlib.suppress(OSError):  # another process may use it now
                 parent.rmdir()
         raise
-
-
-@contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """A context in which other processes can see that this one is alive: it holds a lock on the folder."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _remove_abandoned(output_dir: Path) -> None:
-    """Remove the folders of killed runs for the same `output_dir`, on which no process holds a lock any more."""
-    if fcntl is None or not output_dir.parent.is_dir():
-        return
-    pattern = re.compile(rf"{re.escape(output_dir.name)}\.tmp-[0-9a-f]{{16}}")
-    for path in list(output_dir.parent.iterdir()):
-        is_old = pattern.fullmatch(path.name) is not None and time.time() - path.stat().st_mtime > GRACE
-        if is_old and path.is_dir() and not path.is_symlink():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            except OSError:  # its process is alive
-                continue
-            finally:
-                os.close(descriptor)
 
 
 def file_above(folder: Path) -> Path | None:
@@ -150,9 +152,12 @@ def discard(folder: Path) -> None:
 
 def clean(parent: Path, names: str) -> None:
     """Remove the folders that a killed run left unfinished in `parent`; their names match the pattern `names`."""
-    pattern = re.compile(LEFT_BEHIND.format(names=names))
+    _remove_all(parent, rf"{re.escape(INCOMPLETE)}({names})|({names})\.(tmp|old)-{RANDOM}")
+
+
+def _remove_all(parent: Path, pattern: str) -> None:
     for path in list(parent.iterdir()) if parent.is_dir() else []:
-        if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+        if re.fullmatch(pattern, path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
 
 

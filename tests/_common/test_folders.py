@@ -112,8 +112,8 @@ def test_a_rename_that_fails_gives_the_old_folder_its_name_back(tmp_path, monkey
 
 
 def test_cleaning_removes_what_a_killed_run_left_and_nothing_else(tmp_path, monkeypatch):
-    left = [incomplete(tmp_path / "checkpoint-5"), tmp_path / ".incomplete-old-checkpoint-3"]
-    left += [incomplete(tmp_path / "model"), tmp_path / f"checkpoint-7.old-{'0' * 16}"]
+    left = [incomplete(tmp_path / "checkpoint-5"), incomplete(tmp_path / "model")]
+    left += [tmp_path / f"checkpoint-7.old-{'0' * 16}"]
     own = [tmp_path / name for name in (".incomplete-thesis", "checkpoint-5", "checkpoint-5.old-draft", "model")]
     for folder in [*left, *own]:
         folder.mkdir()

@@ -149,7 +149,7 @@ def test_recall_against_bytes(files, tmp_path):
     save_twin(tmp_path / "llama", "llama")
     words = ["--text_teacher", tmp_path / "llama", "--train_file", files / "train.jsonl", "--tasks", "copying"]
     words += ["--validation_file", files / "valid.txt", "--work_dir", tmp_path / "work"]
-    forms = ["sinks, window, exact keys", "gated_delta", "kept layer, linear exp"]
+    forms = ["sinks, window, exact keys", "kept layer, linear exp"]
     words += ["--seeds", 0, 1, "--forms", *forms]
     result = run("papers.recall_bytes", tmp_path / "out", *words)
     assert [table["header"][0].split(",")[0] for table in result["tables"]] == ["copying", "nats", "recall"]
@@ -164,7 +164,7 @@ def test_recall_against_bytes(files, tmp_path):
     assert cell == f"{own[0]:.0f} {own[1]:.0f}/{sum(off) / 2:.0f}"
     (pair,) = (row["figures"]["nats"] for row in result["tasks"]["text"]["rows"] if row["form"] == forms[-1])
     assert pair["difference"]["mean"] == pytest.approx(pair["own"] - pair["off"])
-    (student,) = (tmp_path / "work" / "text").glob("gated_delta-*-*/model.safetensors")
+    (student,) = (tmp_path / "work" / "text").glob("linear-*-*/model.safetensors")
     before = student.stat().st_mtime_ns
     assert run("papers.recall_bytes", tmp_path / "out", *words)["tables"] == result["tables"]
     assert student.stat().st_mtime_ns == before

@@ -19,13 +19,11 @@ def dataset_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
-    """A folder with good data: rows of text, with labels, as every type of file."""
+    """A folder with good data: rows of text, with labels."""
     folder = tmp_path_factory.mktemp("files")
     rows = [(f"the {number} quick words of a row that is long enough", number % 2) for number in range(24)]
     (folder / "good.txt").write_text("\n\n".join(text for text, _ in rows))
     (folder / "good.jsonl").write_text("".join(json.dumps({"text": text, "label": n}) + "\n" for text, n in rows))
-    (folder / "good.csv").write_text("text,label\n" + "".join(f"{text},{n}\n" for text, n in rows))
-    (folder / "good.tsv").write_text("text\tlabel\n" + "".join(f"{text}\t{n}\n" for text, n in rows))
     return folder
 
 

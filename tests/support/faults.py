@@ -85,13 +85,6 @@ def train(model: Path, data: Path | None, out: Path, run: Any = finetune, **opti
     return run(*words_of(**(given | {"max_train_steps": 1} | options)))
 
 
-def read_by(command: str, source: Path, other: Path, files: Path, out: Path) -> Result:
-    """The result of a command that reads the model in `source`: `convert`, `train`, or `teacher` (of `other`)."""
-    if command == "convert":
-        return convert("--model_name_or_path", source, "--output_dir", out, "--num_features", 8)
-    return train(source, files, out) if command == "train" else train(other, files, out, teacher_name_or_path=source)
-
-
 def without_privileges(command: Any, *words: object) -> Result:
     """`command(*words)` in a forked process to which permissions apply, also where the tests run as root."""
     read, write = os.pipe()

@@ -1,4 +1,4 @@
-"""Folders and names: where the result goes, what is left of a killed run, and what other people wrote into a name."""
+"""What fits into no table: places and names, other processes and users, signals, a disk or a memory that is full."""
 
 from __future__ import annotations
 
@@ -13,16 +13,28 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import assert_nothing_written, assert_refused, convert, copy_of, finetune, train, words_of
+from faults import (
+    assert_nothing_written,
+    assert_refused,
+    command,
+    convert,
+    copy_of,
+    finetune,
+    train,
+    without_privileges,
+    words_of,
+)
+from safetensors.torch import load_file, save_file
 
-from hf_linear_attention._common import folders
-from hf_linear_attention._common.folders import staging
+from hf_linear_attention._common.folders import only_writer
 from hf_linear_attention.conversion import pipeline
 from hf_linear_attention.training import checkpoints
 
 
 SCRIPTS = [Path(pipeline.__file__).with_name("convert_checkpoint.py"),
            Path(checkpoints.__file__).parents[1] / "finetune.py"]  # fmt: skip
+NOBODY, MODEL = 65534, "--model_name_or_path"
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="capabilities are those of Linux")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +85,22 @@ def test_places_that_cannot_be_written(llama, linear_llama, files, tmp_path, kin
     assert (tmp_path / "full" / "mine").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["LOOP", "b" * 90 + "/" + "c" * 5000])
+@pytest.mark.parametrize("words", [("doctor",), ("compare", MODEL), ("convert", "--dry_run", MODEL)])
+def test_models_that_no_folder_can_be(tmp_path, words, name):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    result = command(*words, tmp_path / "loop" if name == "LOOP" else name)
+    assert_refused(result, "is no usable name")
+    assert len(result[2]) < 1000
+
+
+def test_compare_where_nothing_can_be_written(llama, tmp_path):
+    source = copy_of(llama, tmp_path / "source")
+    result = command("compare", "--model_name_or_path", source, "--output_dir", source / "out")
+    assert_refused(result, "--output_dir")
+    assert_nothing_written(tmp_path, "source")
+
+
 # Several kinds in one name: what globs, shells, formats, templates and Markdown take for their own.
 NAMES = ["-with space a[1] b* c? d{x} %s {{ name }} $ `ls` <b>", "quo'te dou\"ble back\\slash ünï日本\nline\ttab",
          "x" * 200]  # fmt: skip
@@ -94,17 +122,13 @@ def test_names(llama, linear_llama, files, tmp_path, name):
     assert (out / "model.safetensors").is_file()
 
 
-def test_what_a_dead_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path):
-    dead, alive = (tmp_path / f"out.tmp-{letter * 16}" for letter in "ab")
-    other = tmp_path / "out.tmp-mine"
-    for folder in (dead, alive, other):
-        folder.mkdir()
-    with folders._held(alive):
-        for folder in (dead, alive, other):
-            os.utime(folder, (0, 0))
-        with staging(tmp_path / "out") as folder:
-            (folder / "x").write_text("x")
-    assert_nothing_written(tmp_path, "out", alive.name, other.name)
+def test_what_a_dead_process_left_is_removed_and_nothing_else(tmp_path):
+    kept = [f"out.old-{'a' * 16}", "out.tmp-mine", f"outer.tmp-{'a' * 16}"]
+    for name in (*kept, f"out.tmp-{'a' * 16}"):
+        (tmp_path / name).mkdir()
+    with only_writer(tmp_path / "out"):
+        assert_nothing_written(tmp_path, *kept, ".out.lock")
+    assert_nothing_written(tmp_path, *kept)
 
 
 @pytest.mark.parametrize("command", ["convert", "train"])
@@ -112,7 +136,7 @@ def test_the_second_of_two_processes_is_refused_at_once_and_told_who_writes(
     llama, linear_llama, files, tmp_path, command, monkeypatch
 ):
     out = tmp_path / "deep" / "out"
-    code = "import sys, time; from pathlib import Path; from hf_linear_attention._common.output_lock import only_writer"
+    code = "import sys, time; from pathlib import Path; from hf_linear_attention._common.folders import only_writer"
     code += "\nwith only_writer(Path(sys.argv[1])): print('locked', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code, out], stdout=subprocess.PIPE, text=True) as other:
         try:
@@ -143,18 +167,6 @@ def test_two_conversions_to_one_folder(llama, tmp_path, monkeypatch):
     result = convert("--model_name_or_path", llama, "--output_dir", tmp_path / "out", "--num_features", 8)
     assert_refused(result, "another process", code=1)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["theirs"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("training_report.json", b"[]"), ("training_report.json", b'{"runs": [{}]}'),
-     ("conversion_report.json", b'{"base_model": "x", "figures": []}')],
-)  # fmt: skip
-def test_a_bad_report_is_refused_before_the_first_step(linear_llama, files, tmp_path, name, content):
-    source = copy_of(linear_llama, tmp_path / "source")
-    (source / name).write_bytes(content)
-    assert_refused(train(source, files, tmp_path / "out"), name)
-    assert_nothing_written(tmp_path, "source")
 
 
 FULL = OSError(28, "No space left on device")
@@ -205,6 +217,27 @@ def test_a_folder_with_a_test_split_is_evaluated_on_it(linear_llama, files, tmp_
     assert json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"][0]["metrics"]
 
 
+def test_the_files_of_a_folder_are_checked_together(linear_llama, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.tsv").write_bytes(b"text\tlabel\ngood row\t1\none\ttwo\tthree\n")
+    (tmp_path / "data" / "test.tsv").write_bytes(b"body\na b c\n")
+    result = train(linear_llama, None, tmp_path / "out", dataset_name=tmp_path / "data")
+    assert_refused(result, "2 problems", "train.tsv", "line 3", "test.tsv", "body")
+    assert_nothing_written(tmp_path, "data")
+
+
+def test_what_is_missing_may_be_allowed(llama, files, tmp_path):
+    source = copy_of(llama, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    words = ["--model_name_or_path", source, "--allow_missing"]
+    assert convert(*words, "--output_dir", tmp_path / "out", "--num_features", 8)[0] == 0
+    code, _, err = train(source, files, tmp_path / "trained", allow_missing=True)
+    assert code == 0
+    assert "LOAD REPORT" not in err  # one line of our own says it
+
+
 @pytest.mark.parametrize(("script", "number"), [(SCRIPTS[0], 2), (SCRIPTS[1], 15)], ids=["convert", "train"])
 def test_a_signal_during_the_imports_is_one_line(script, number, linear_llama, files, tmp_path):
     words = ["--model_name_or_path", linear_llama, "--output_dir", tmp_path / "out"]
@@ -226,21 +259,61 @@ def test_a_closed_pipe_is_no_traceback():
     assert process.stderr == ""
 
 
-@pytest.mark.parametrize("content", ["[]", None])
-def test_a_damaged_request_of_an_unfinished_run(llama, files, tmp_path, content):
-    work = tmp_path / "out.unfinished"
-    work.mkdir()
-    if content is not None:
-        (work / "request.json").write_text(content)
-    words = ["--model_name_or_path", llama, "--output_dir", tmp_path / "out", "--preset", "default"]
-    assert_refused(convert(*words, "--train_file", files / "good.jsonl"), str(work))
-    assert_nothing_written(tmp_path, "out.unfinished")
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("config.json", b"[]"), ("modeling_linear_attention.py", None), ("modeling_linear_attention.py", b"class (")],
+)
+def test_doctor(linear_llama, tmp_path, monkeypatch, name, content):
+    monkeypatch.setattr("hf_linear_attention.conversion.findings.environment_findings", list)
+    model = copy_of(linear_llama, tmp_path / "model")
+    (model / name).write_bytes(content) if content is not None else (model / name).unlink()
+    code, out, err = command("doctor", model)
+    assert code == 1, err
+    assert "HF_LINEAR_ATTENTION_DEBUG" not in err
+    assert name in "".join(line for line in out.splitlines() if line.startswith("broken"))
 
 
-def test_what_does_not_fit_into_memory_is_said(linear_llama, files, tmp_path, monkeypatch):
-    def load(*arguments):
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+def _train(model, data, out, **options):
+    return train(model, data, out, lambda *words: without_privileges(finetune, *words), **options)
 
-    monkeypatch.setattr("hf_linear_attention.training.run.load_student", load)
-    assert_refused(train(linear_llama, files, tmp_path / "out"), "not enough memory", code=1)
-    assert_nothing_written(tmp_path)
+
+def _convert(model, out, *words):
+    given = ("--model_name_or_path", model, "--output_dir", out, "--num_features", 8)
+    return without_privileges(convert, *given, *words)
+
+
+def _forbid(path, kind):
+    """Let nobody write to a folder, or give it to another user."""
+    if kind == "read-only":
+        path.chmod(0o555)
+    elif os.getuid() == 0:
+        os.chown(path, NOBODY, NOBODY)
+        path.chmod(0o700)
+    else:
+        pytest.skip("only root gives folders away")
+
+
+@on_linux
+@pytest.mark.parametrize(("kind", "command"), [("read-only", "convert"), ("other user", "train")])
+def test_a_place_where_nothing_may_be_written(llama, linear_llama, files, tmp_path, kind, command):
+    place = tmp_path / "place"
+    place.mkdir()
+    _forbid(place, kind)
+    out = place / "out"
+    result = _convert(llama, out) if command == "convert" else _train(linear_llama, files / "good.jsonl", out)
+    assert_refused(result, str(place), code=1)
+    place.chmod(0o700)
+    assert_nothing_written(place)
+
+
+@on_linux
+@pytest.mark.parametrize(("kind", "part"), [("read-only", "."), ("other user", "deep")])
+def test_a_result_of_somebody_else_is_not_replaced(llama, tmp_path, kind, part):
+    out = copy_of(llama, tmp_path / "out")
+    (out / "deep").mkdir()
+    (out / "deep" / "theirs").write_text("theirs")
+    _forbid(out / part, kind)
+    assert_refused(_convert(llama, out, "--overwrite"), "--output_dir", "cannot be replaced")
+    (out / part).chmod(0o700)
+    assert_nothing_written(tmp_path, "out")
+    assert (out / "deep" / "theirs").read_text() == "theirs"
