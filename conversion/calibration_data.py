@@ -61,10 +61,7 @@ PAIR_COLUMNS: dict[str, Any] = {
     "label_column_name": "score",
 }
 # What base models read, as far as the forward of one accepts it.
-INPUTS = (
-    "input_ids", "attention_mask", "token_type_ids", "decoder_attention_mask", "pixel_values", "input_values",
-    "input_features",
-)  # fmt: skip
+INPUTS = ("input_ids", "attention_mask", "token_type_ids", "decoder_attention_mask", "pixel_values")
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,7 @@ class RealInputs:
 
     Args:
         name: their name in the report.
-        batches: a function that returns padded batches of the first inputs, up to a number of tokens (or patches, or
-            images and recordings) in all.
+        batches: a function that returns padded batches of the first inputs, up to a number of tokens or patches in all.
     """
 
     name: str

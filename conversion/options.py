@@ -270,7 +270,7 @@ class ConversionArguments(MeasuringArguments):
         group="training",
     )
     epochs: float | None = option(
-        "the number of times that all stages together read the images or recordings of --train_file (default: 6)",
+        "the number of times that all stages together read the images of --train_file (default: 6)",
         None,
         bounds=Bounds(above=0, below=10**6),
         needs=("preset",),

@@ -41,7 +41,7 @@ from hf_linear_attention.training.tracking import METRICS, loss_curve
 logger = logging.getLogger(__name__)
 
 
-HELD_OUT = {"tokens": "text", "images": "images", "recordings": "recordings"}
+HELD_OUT = {"tokens": "text", "images": "images"}
 REQUEST, FINAL = "request.json", "final"
 
 

@@ -223,7 +223,7 @@ def healing_lines(plan: Plan, source: Source, output_dir: str) -> list[str]:
     if plan.head.task is None:
         return [
             "The new attention is untrained, and training/finetune.py has no task for "
-            f"{plan.stock_class.__name__}. Train it with a loop of your own, such as transformers' Trainer."
+            f"{plan.stock_class.__name__}. Train it with transformers' Trainer (docs/data.md, Heads without a task)."
         ]
     length = "" if plan.extension is None else f" --max_length {plan.extension.tokens}"
     script = Path(__file__).resolve().parents[1] / "training" / "finetune.py"

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, get_scheduler
 from hf_linear_attention._common.errors import TerminatedError, TrainingError
 from hf_linear_attention.training.checkpoints import Checkpointer, TrainedParameters, TrainingState
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, TrainInputs, count_units, loader
-from hf_linear_attention.training.data.processors import Processor, tokenizer_of
+from hf_linear_attention.training.data.processors import Processor
 from hf_linear_attention.training.distributed import (
     engine_of,
     prepare_zero,
@@ -92,10 +92,9 @@ class RunContext:
             accelerator.process_index,
             accelerator.num_processes,
         )
-        evaluator = self._evaluator(validation)
-        return evaluator(self.student, loader(validation, plan, self.pad_token_id))
+        return self._evaluator()(self.student, loader(validation, plan, self.pad_token_id))
 
-    def _evaluator(self, validation: Stream) -> Evaluator | EmbeddingEvaluator:
+    def _evaluator(self) -> Evaluator | EmbeddingEvaluator:
         recipe = self.recipe
         if recipe.task.logits is not None:
             return Evaluator(
@@ -103,7 +102,6 @@ class RunContext:
                 recipe.model.task,
                 self.teacher,
                 self._generation(),
-                validation.examples,
                 recipe.optimization.max_logits_mb,
             )
         if self.teacher is None:
@@ -123,7 +121,7 @@ class RunContext:
         if not options.predict_with_generate:
             return None
         is_sharded = self.accelerator.is_fsdp2 or uses_deepspeed(self.accelerator)
-        return Generation(tokenizer_of(self.processor), options.generation_max_length, is_sharded)
+        return Generation(self.processor, options.generation_max_length, is_sharded)
 
     def record(self, event: dict[str, Any]) -> None:
         """Write a line to metrics.jsonl, and send it to the trackers."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,37 +28,15 @@ from hf_linear_attention.training.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
-# What models of speech read from their config while they are trained, so that no module holds it.
-IN_CONFIG = ("layerdrop", "apply_spec_augment")
-
 
 def disable_dropout(model: Any) -> None:
-    """Set every probability to drop an activation or a layer to 0, and mask no part of recordings (SpecAugment).
-
-    What is saved keeps the values of its config (`with_dropout`).
-    """
-    off = {name: type(value)(0) for name, value in vars(model.config).items() if name in IN_CONFIG and value}
-    if off:
-        model.values_without_training = {name: getattr(model.config, name) for name in off}
-        model.config.update(off)
+    """Set every probability to drop an activation or a layer to 0."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():
             if ("dropout" in name or name == "layerdrop") and isinstance(value, float):
                 setattr(module, name, 0.0)
-
-
-@contextmanager
-def with_dropout(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the config has again what `disable_dropout` set to 0 in it."""
-    values = getattr(model, "values_without_training", {})
-    off = {name: getattr(model.config, name) for name in values}
-    model.config.update(values)
-    try:
-        yield
-    finally:
-        model.config.update(off)
 
 
 def _check_mechanism(model: PreTrainedModel, recipe: Recipe) -> None:
@@ -195,7 +171,7 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 # The endings of the names of classifiers, whose checkpoints have classes of their own.
-CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForImageClassification")
+CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
 
 
 def auto_class_of(task: str) -> Any:
@@ -296,10 +272,9 @@ def _must_agree(recipe: Recipe) -> dict[str, bool]:
     """The settings in which student and teacher can differ, and whether the objectives in use need them to agree."""
     weights, logits = recipe.objective, recipe.task.logits
     hidden = bool(weights.hidden_state_weight or weights.embedding_weight)
-    has_classes = logits == "inputs" or recipe.model.task == "token_classification"
     return {
-        "vocab_size": bool(weights.logits_kl_weight) and not has_classes and logits != "spans",
-        "label2id": bool(weights.logits_kl_weight) and has_classes,
+        "vocab_size": bool(weights.logits_kl_weight) and logits != "inputs",
+        "label2id": bool(weights.logits_kl_weight) and logits == "inputs",
         "hidden_size": hidden or logits is None,
         "num_hidden_layers": bool(weights.hidden_state_weight) and weights.hidden_state_layers == "all",
     }

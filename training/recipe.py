@@ -30,9 +30,7 @@ from hf_linear_attention.training.data.sentence_files import Pooling, SentenceFi
 from hf_linear_attention.training.tasks import (
     CACHED,
     CLASSIFICATION,
-    COLUMN_TASKS,
     IMAGE_TASKS,
-    SOUND_TASKS,
     TASKS,
     TEXT_TASKS,
     Task,
@@ -159,11 +157,6 @@ class TaskArguments:
         tasks=("embedding",),
         for_evaluation=True,
     )
-    audio_column_name: str = shared(
-        "Column with the recording: a path relative to the folder of the data file, or its samples.",
-        "audio",
-        tasks=SOUND_TASKS,
-    )
     predict_with_generate: bool = incomparable(
         "In evaluations, also generate texts (greedily), and compare them with the targets and the teacher's; of "
         "conversations, count the answers that end.",
@@ -281,9 +274,9 @@ class DataArguments:
     )
     dataset_config_name: str | None = option("Configuration of dataset_name.", None, needs=("dataset_name",))
     text_column_name: str = shared(
-        "Column with the text, or with its words; default: text (seq2seq_lm: source; token_classification: tokens).",
+        "Column with the text; default: text (seq2seq_lm: source).",
         "text",
-        tasks=(*COLUMN_TASKS, *SOUND_TASKS),
+        tasks=TEXT_TASKS,
     )
     image_column_name: str = shared(
         "Column with the image itself or its path, relative to the folder of the data file.", "image", tasks=IMAGE_TASKS
@@ -296,16 +289,15 @@ class DataArguments:
         tasks=("sequence_classification", "embedding", "seq2seq_lm"),
     )
     label_column_name: str = shared(
-        "Column with the class, the class of every word, or the score of a pair; default: label (token_classification: "
-        "tags, ner_tags or pos_tags).",
+        "Column with the class, or the score of a pair.",
         "label",
-        tasks=(*CLASSIFICATION, "token_classification", "embedding"),
+        tasks=(*CLASSIFICATION, "embedding"),
     )
     max_length: int | None = shared(
         "Tokens in a sequence or block; default: 512, or fewer if the model accepts fewer.",
         None,
         bounds=Bounds(least=2, below=2**24),
-        tasks=(*TEXT_TASKS, "speech_seq2seq"),
+        tasks=TEXT_TASKS,
     )
     mlm_probability: float = shared(
         "Share of the tokens that are masked (masked_lm).", 0.15, bounds=PROBABILITY, tasks=("masked_lm",)
@@ -431,7 +423,9 @@ FACTS = facts_of(*GROUPS)
 DEFAULTS = {entry.name: entry.default for group in GROUPS for entry in fields(group) if entry.default is not MISSING}
 
 # Options that there are no more, and what to do instead.
-REMOVED: dict[str, str] = {}
+_BY_TRAINER = "train this head with `Trainer` of transformers (docs/data.md, Heads without a task)"
+_TASKS = ("ctc", "speech_seq2seq", "question_answering", "token_classification")
+REMOVED: dict[str, str] = {**{f"task {name}": _BY_TRAINER for name in _TASKS}, "audio_column_name": _BY_TRAINER}
 
 
 def parse_dims(text: str | None) -> tuple[int, ...]:

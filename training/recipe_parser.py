@@ -59,7 +59,7 @@ from hf_linear_attention.training.tracking import tracker_problems
 NEEDED_BY = {
     "spearman": "text_pair_column_name",
     **dict.fromkeys(RETRIEVAL, "retrieval_file"),
-    **dict.fromkeys(("exact_match", "f1", "same_text", "wer", "cer"), "predict_with_generate"),
+    **dict.fromkeys(("exact_match", "f1", "same_text"), "predict_with_generate"),
 }
 WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
 

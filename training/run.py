@@ -44,7 +44,6 @@ from hf_linear_attention.training.data.processors import (
     load_processor,
     pad_token_id,
     sequence_length,
-    tokenizer_of,
 )
 from hf_linear_attention.training.data.splits import load_data
 from hf_linear_attention.training.distributed import load_whole, start_processes, uses_deepspeed
@@ -243,7 +242,7 @@ def recall_probe(recipe: Recipe, processor: Processor, config: Any, examples: Ex
     """What measures recall on the first of these examples, if the model is a causal language model."""
     if recipe.model.task != "causal_lm" or not recipe.task_options.recall_texts or examples is None:
         return None
-    length, bos = sequence_length(recipe, processor, config), tokenizer_of(processor).bos_token_id
+    length, bos = sequence_length(recipe, processor, config), processor.bos_token_id
     options, limit = recipe.task_options, recipe.optimization.max_logits_mb
     return RecallProbe(examples, length, options.recall_texts, max_length_of(config), bos, limit)
 

@@ -133,7 +133,8 @@ def given_options(
     """
     values, kinds = vars(parser.parse_args(list(argv))), kinds_of(*groups)
     path = _config_path(values.pop("config", None), named)
-    return ({} if path is None else file_options(path, kinds, parser.removed)) | typed_options(values, kinds)
+    from_file = {} if path is None else file_options(path, kinds, parser.removed)
+    return from_file | typed_options(values, kinds, removed=parser.removed)
 
 
 def file_options(path: str, kinds: Mapping[str, Kind], removed: Mapping[str, str] = NOTHING) -> dict[str, Any]:

@@ -13,13 +13,9 @@ Inputs = Literal["text", "images", "sound"]
 
 # What a task is trained on, if that is not TEXT.jsonl; a name for the file of a user.
 DATA = {
-    "token_classification": "WORDS.jsonl",
-    "question_answering": "QUESTIONS.jsonl",
     "seq2seq_lm": "PAIRS.jsonl",
     "image_classification": "IMAGES.jsonl",
     "image_embedding": "IMAGES.jsonl",
-    "speech_seq2seq": "RECORDINGS.jsonl",
-    "ctc": "RECORDINGS.jsonl",
 }
 SHORT_NAMES = {"sequence_classification": "classifier", "image_classification": "image_classifier"}
 
@@ -45,9 +41,8 @@ class Head:
 
 
 CAUSAL = Head("AutoModelForCausalLM", "text-generation", "causal_lm")
-SPEECH = Head("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition", "speech_seq2seq", "sound")
+SPEECH = Head("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition", inputs="sound")
 CLASSIFIER = Head("AutoModelForSequenceClassification", "text-classification", "sequence_classification")
-TAGGER = Head("AutoModelForTokenClassification", "token-classification", "token_classification")
 IMAGES = Head("AutoModelForImageClassification", "image-classification", "image_classification", "images")
 
 # The keys are endings of class names; the first match wins.
@@ -56,8 +51,8 @@ HEADS = {
     "LMHeadModel": CAUSAL,
     "ForMaskedLM": Head("AutoModelForMaskedLM", "fill-mask", "masked_lm"),
     "ForSequenceClassification": CLASSIFIER,
-    "ForTokenClassification": TAGGER,
-    "ForQuestionAnswering": Head("AutoModelForQuestionAnswering", "question-answering", "question_answering"),
+    "ForTokenClassification": Head("AutoModelForTokenClassification", "token-classification"),
+    "ForQuestionAnswering": Head("AutoModelForQuestionAnswering", "question-answering"),
     "ForMultipleChoice": Head("AutoModelForMultipleChoice", "multiple-choice"),
     "ForImageClassification": IMAGES,
     "ForMaskedImageModeling": Head("AutoModelForMaskedImageModeling", "image-feature-extraction"),
@@ -66,7 +61,7 @@ HEADS = {
     "MoonshineForConditionalGeneration": SPEECH,
     "ForConditionalGeneration": Head("AutoModelForSeq2SeqLM", "text2text-generation", "seq2seq_lm"),
     "MTModel": Head("AutoModelForSeq2SeqLM", "translation", "seq2seq_lm"),
-    "ForCTC": Head("AutoModelForCTC", "automatic-speech-recognition", "ctc", "sound"),
+    "ForCTC": Head("AutoModelForCTC", "automatic-speech-recognition", inputs="sound"),
     "ForNextSentencePrediction": Head("AutoModelForNextSentencePrediction", "text-classification"),
     "ForPreTraining": Head("AutoModelForPreTraining", "fill-mask"),
 }
@@ -78,14 +73,12 @@ BASES: dict[Inputs, Head] = {
 
 # The tasks that heal the architectures of `tested_architectures.py`, by kind; the head of a model decides among them.
 HEALED_AS = {
-    "decoders": ("causal_lm", "sequence_classification", "token_classification", "question_answering"),
-    "encoders": (
-        "masked_lm", "embedding", "sequence_classification", "token_classification", "question_answering",
-    ),
+    "decoders": ("causal_lm", "sequence_classification"),
+    "encoders": ("masked_lm", "embedding", "sequence_classification"),
     "vision": ("image_classification", "image_embedding"),
-    "audio": ("ctc",),
-    "encoder-decoders": ("seq2seq_lm", "speech_seq2seq"),
-}  # fmt: skip
+    "audio": (),
+    "encoder-decoders": ("seq2seq_lm",),
+}
 
 
 def head_of(class_name: str, inputs: Inputs = "text", is_encoder_decoder: bool = False) -> Head:
@@ -94,7 +87,6 @@ def head_of(class_name: str, inputs: Inputs = "text", is_encoder_decoder: bool =
     A head that is trained on other inputs than those of the model, or an unknown one, has no task.
     """
     found = next((head for ending, head in HEADS.items() if class_name.endswith(ending)), BASES[inputs])
-    inputs = "sound" if found.inputs == "sound" else inputs  # these heads have no other inputs
     is_unknown = found is BASES[inputs] and (is_encoder_decoder or re.search("For[A-Z]", class_name) is not None)
     is_mistaken = found.task == "seq2seq_lm" and not is_encoder_decoder
     if found.inputs != inputs or is_unknown or is_mistaken:

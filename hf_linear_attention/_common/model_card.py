@@ -270,7 +270,7 @@ def _auto_class(config: Mapping[str, Any]) -> str:
 def _preprocessor(folder: Path, config: Mapping[str, Any]) -> str | None:
     has_processor = any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
     if has_processor and (head := head_of_config(config)).inputs == "sound":
-        return "AutoFeatureExtractor" if head.task is None else "AutoProcessor"
+        return "AutoProcessor" if head.pipeline_tag == "automatic-speech-recognition" else "AutoFeatureExtractor"
     if (folder / "tokenizer_config.json").is_file():
         return "AutoTokenizer"
     return "AutoImageProcessor" if (folder / "preprocessor_config.json").is_file() else None

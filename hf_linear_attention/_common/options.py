@@ -228,7 +228,7 @@ def typed_options(
         values: the values by the names of options.
         kinds: all options that there are.
         place: where the values stand, for errors, as in " in recipe.yaml".
-        removed: options that there are no more, and what to do instead.
+        removed: options that there are no more, or values (as `option value`), and what to do instead.
 
     Raises:
         UsageError: naming every option that there is not, and every value that cannot be used.
@@ -241,7 +241,7 @@ def typed_options(
                 found[name] = _typed(value, *kinds[name])
             except ValueError as error:
                 shown = value if isinstance(value, (str, int, float)) else repr(value)
-                problems.append(f"`--{name} {shown}`{place}: {error}")
+                problems.append(f"`--{name} {shown}`{place}: {removed.get(f'{name} {shown}', error)}")
     if problems := [*problems, *unusable_texts(found)]:
         raise UsageError(*problems)
     return found

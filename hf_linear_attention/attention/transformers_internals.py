@@ -363,11 +363,6 @@ def loaded_dtypes(model_class: Any, config: Any, dtype: torch.dtype) -> dict[str
     return dtypes
 
 
-def count_frames(model: Any, length: int) -> int:
-    """The number of frames that a model of speech makes of an input of this length, in samples or spectra."""
-    return int(model._get_feat_extract_output_lengths(torch.tensor(length, dtype=torch.long, device="cpu")))
-
-
 def undivided_modules(model: Any) -> set[str]:
     """The names of the classes whose modules are not to be split over devices: the layers."""
     return set(model._no_split_modules or ())

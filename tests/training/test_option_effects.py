@@ -163,7 +163,6 @@ def cases(
             "dataset_config_name": "absent",
             "text_column_name": "other",
             "image_column_name": "other",
-            "audio_column_name": "other",
             "text_pair_column_name": "other",
             "label_column_name": "other",
             "max_eval_tokens": 40,

@@ -117,12 +117,10 @@ def pad(examples: list[Example], pad_token_id: int) -> Batch:
     """The batch of some examples: every field, right-padded, and the number [B] of every example as `index`.
 
     - Texts have input_ids, attention_mask and labels [B, N] (classes: [B]). Pairs of texts also have token_type_ids.
-      Packed documents also have position_ids, in which the padding counts as one more document. context_mask tells the
-      tokens that an answer can be made of, and loss_mask the logits from which is learned.
+      Packed documents also have position_ids, in which the padding counts as one more document. loss_mask tells
+      the logits from which is learned.
     - For an encoder-decoder, labels are the targets [B, T], and decoder_attention_mask tells which are not padding.
     - Images of one size have pixel_values [B, C, H, W].
-    - Recordings have input_values [B, S] or input_features [B, T, F]. frame_mask [B, N] tells which of the frames that
-      the model makes of them are not padding. attention_mask exists only if the feature extractor makes one.
     """
     fills = {"input_ids": pad_token_id, "labels": IGNORED, "targets": IGNORED}
     names = examples[0].keys() - {"position_ids"}
@@ -136,9 +134,6 @@ def pad(examples: list[Example], pad_token_id: int) -> Batch:
         batch["labels"] = batch.pop("targets")
         lengths = [torch.ones(len(example["targets"]), dtype=torch.long) for example in examples]
         batch["decoder_attention_mask"] = _stacked(lengths, 0)
-    if "frames" in batch:
-        frames = batch.pop("frames")
-        batch["frame_mask"] = (torch.arange(int(frames.max())) < frames[:, None]).long()
     return batch
 
 
@@ -203,7 +198,7 @@ def steps_for_tokens(stream: Stream, sequences_per_step: int, max_tokens: int, m
 
 
 def aligned_labels(batch: Batch, task: str) -> Tensor:
-    """The labels of the logits, one for each: [B, N] for tokens, [B, T] for targets, [B, 2] for spans, [B] for classes.
+    """The labels of the logits, one for each: [B, N] for tokens, [B, T] for targets, [B] for classes.
 
     A causal language model predicts the next token.
     """
@@ -212,15 +207,14 @@ def aligned_labels(batch: Batch, task: str) -> Tensor:
 
 
 def count_units(batch: Batch) -> Tensor:
-    """The number of tokens in a batch, not counting padding, or of its images or recordings, as a long scalar."""
+    """The number of tokens in a batch, not counting padding, or of its images, as a long scalar."""
     return _row_units(batch).sum()
 
 
 def _row_units(batch: Batch) -> Tensor:
-    """The units in every row [B]: its tokens, with those of its target, or 1 for an image or a recording."""
-    for name in ("pixel_values", "frame_mask"):
-        if name in batch:
-            return torch.ones(len(batch[name]), dtype=torch.long, device=batch[name].device)
+    """The units in every row [B]: its tokens, with those of its target, or 1 for an image."""
+    if "pixel_values" in batch:
+        return torch.ones(len(batch["pixel_values"]), dtype=torch.long, device=batch["pixel_values"].device)
     tokens = batch["attention_mask"].sum(-1)
     return tokens + batch["decoder_attention_mask"].sum(-1) if "decoder_attention_mask" in batch else tokens
 
@@ -230,19 +224,14 @@ def token_weights(batch: Batch, length: int, is_decoder: bool = False) -> Tensor
 
     Padding has the weight 0; the weights of all other positions of a row are equal. They add up to the units of the row
     (`count_units`), so a token has the weight 1, and a position of an image 1 / N. In an encoder-decoder, each side of
-    a row has the weight of both. Where layers see fewer positions than there are frames (SEW), a position counts if the
-    frame at its place does.
+    a row has the weight of both.
     """
     if "pixel_values" in batch:
         images = batch["pixel_values"]
         return torch.full((len(images), length), 1 / length, device=images.device)
-    if "frame_mask" in batch and not is_decoder:
-        frames = batch["frame_mask"]
-        mask = frames[:, torch.arange(length, device=frames.device) * frames.shape[1] // length].float()
-    elif "frame_mask" not in batch and "decoder_attention_mask" not in batch:
+    if "decoder_attention_mask" not in batch:
         return batch["attention_mask"].float()
-    else:
-        mask = batch["decoder_attention_mask" if is_decoder else "attention_mask"].float()
+    mask = batch["decoder_attention_mask" if is_decoder else "attention_mask"].float()
     return mask * (_row_units(batch) / mask.sum(-1).clamp(min=1)).unsqueeze(-1)
 
 

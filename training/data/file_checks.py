@@ -18,7 +18,7 @@ from typing import Any
 from hf_linear_attention._common.errors import UsageError, one_line
 from hf_linear_attention._common.reading import reading, require_file
 from hf_linear_attention.training.recipe import DataArguments, Recipe
-from hf_linear_attention.training.tasks import CLASSIFICATION, MESSAGES, QUESTION_COLUMNS, missing_library, needs
+from hf_linear_attention.training.tasks import CLASSIFICATION, MESSAGES, missing_library, needs
 
 
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
@@ -29,25 +29,17 @@ csv.field_size_limit(sys.maxsize)  # a whole document may stand in one cell
 
 def wanted_columns(recipe: Recipe, split: str) -> dict[str, str | None]:
     """The columns that the files of a split must have, and the options that name them."""
-    data, task, name = recipe.data, recipe.task, recipe.model.task
+    data, name = recipe.data, recipe.model.task
     needs_labels = split == "validation" or bool(recipe.objective.task_loss_weight)
-    if name == "question_answering":
-        return dict.fromkeys(QUESTION_COLUMNS[: 2 + needs_labels])
-    if task.inputs == "sound":
-        text = {data.text_column_name: "text_column_name"}
-        needs_text = task.logits == "targets" or needs_labels or "text_column_name" in recipe.given
-        return {recipe.task_options.audio_column_name: "audio_column_name", **(text if needs_text else {})}
-    if task.inputs == "images":
+    if recipe.task.inputs == "images":
         wanted: dict[str, str | None] = {data.image_column_name: "image_column_name"}
     else:
         wanted = {data.text_column_name: "text_column_name"}
         if data.text_pair_column_name is not None:
             wanted[data.text_pair_column_name] = "text_pair_column_name"
     has_scores = name == "embedding" and data.text_pair_column_name is not None and split == "validation"
-    has_classes = needs_labels and name in (*CLASSIFICATION, "token_classification")
-    is_named = "label_column_name" in recipe.given or len(task.label_columns) == 1
-    has_labels = is_named and (has_scores or has_classes)
-    return {**wanted, data.label_column_name: "label_column_name"} if has_labels else wanted
+    has_classes = needs_labels and name in CLASSIFICATION
+    return {**wanted, data.label_column_name: "label_column_name"} if has_scores or has_classes else wanted
 
 
 def folder_files(data: DataArguments, split: str) -> list[str]:

@@ -194,7 +194,7 @@ class Part:
         recipe: the options.
         rows: the rows.
         split: "train" or "validation".
-        processor: the tokenizer, or the processor of images or speech.
+        processor: the tokenizer, or the processor of images.
         max_length: the number of tokens to which texts are cut.
         classes: the class index of every label, for tasks with classes.
     """
@@ -217,7 +217,6 @@ def finished(examples: Examples, part: Part) -> Examples:
     if split == "validation":
         examples = shorten(examples, recipe.data.max_eval_tokens)
     if len(examples) == 0:
-        what = {"text": "text", "images": "image", "sound": "recording"}[recipe.task.inputs]
-        raise DataError(f"the {split} data holds no {what}; check the file or folder and its columns")
+        raise DataError(f"the {split} data holds no {recipe.task.inputs}; check the file or folder and its columns")
     logger.info("%s: %d examples, %d %s", split, len(examples), examples.lengths.sum(), recipe.unit)
     return examples

@@ -1,19 +1,16 @@
-"""Loading of tokenizers, processors of images and speech, and configs, and the length to which texts are cut."""
+"""Loading of tokenizers, processors of images, and configs, and the length to which texts are cut."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
-    AutoProcessor,
     AutoTokenizer,
     BaseImageProcessor,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
-    ProcessorMixin,
 )
 
 from hf_linear_attention._common.errors import SetupError, UsageError
@@ -25,16 +22,14 @@ from hf_linear_attention.training.recipe import Recipe, parse_dims
 
 logger = logging.getLogger(__name__)
 
-Processor = PreTrainedTokenizerBase | BaseImageProcessor | ProcessorMixin
+Processor = PreTrainedTokenizerBase | BaseImageProcessor
 DEFAULT_MAX_LENGTH = 512
 
 
 def load_processor(recipe: Recipe) -> Processor:
-    """What prepares the inputs of the model, and is saved with it: its tokenizer, or processor of images or speech."""
+    """What prepares the inputs of the model, and is saved with it: its tokenizer or image processor."""
     config = load_config(recipe)  # both classes below read it too, and their errors would not say that it is wrong
     check_direction(recipe, config, recipe.model.model_name_or_path)
-    if recipe.task.inputs == "sound":
-        return load_speech_processor(recipe)
     if recipe.task.inputs == "text":
         tokenizer = load_tokenizer(recipe)
         _check_vocabulary(tokenizer, config)
@@ -55,29 +50,6 @@ def check_direction(recipe: Recipe, config: PreTrainedConfig, path: str) -> None
         raise UsageError(f"`--task causal_lm`: {path} ({kind}) attends to both sides; use `--task masked_lm`")
 
 
-def load_speech_processor(recipe: Recipe) -> Any:
-    """The feature extractor and the tokenizer of the model, as one processor.
-
-    Raises:
-        UsageError: if one of the two is missing.
-    """
-    path = recipe.model.model_name_or_path
-    with reading(f"the processor of {path} (processor_config.json or preprocessor_config.json, and the tokenizer)"):
-        processor = AutoProcessor.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
-    missing = [name for name in ("feature_extractor", "tokenizer") if getattr(processor, name, None) is None]
-    if missing:
-        raise UsageError(
-            f"{path} has no {missing[0].replace('_', ' ')}, which `--task {recipe.model.task}` needs; copy "
-            "preprocessor_config.json and the files of the tokenizer from the original"
-        )
-    return processor
-
-
-def tokenizer_of(processor: Processor) -> Any:
-    """The tokenizer of a processor of speech; otherwise the tokenizer or image processor itself."""
-    return getattr(processor, "tokenizer", processor)
-
-
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """The tokenizer of the model, or that of `--tokenizer_name`.
 
@@ -85,12 +57,8 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         SetupError: if the task is masked_lm and the tokenizer has no mask token.
     """
     name = recipe.model.tokenizer_name or recipe.model.model_name_or_path
-    options = {"trust_remote_code": recipe.model.trust_remote_code}
     with reading(f"the tokenizer of {name} (tokenizer.json)", "repair it, or give `--tokenizer_name`"):
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        if recipe.model.task == "token_classification" and getattr(tokenizer, "add_prefix_space", None) is False:
-            # GPT-2's and RoBERTa's tokenizers take words only with a space before each.
-            tokenizer = AutoTokenizer.from_pretrained(name, **options, add_prefix_space=True)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
     if recipe.model.task == "masked_lm" and tokenizer.mask_token_id is None:
         raise SetupError(f"the tokenizer of {name} has no mask token; choose another task or `--tokenizer_name`")
     return tokenizer
@@ -108,8 +76,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConf
 
 def pad_token_id(processor: Processor) -> int:
     """The token id for padding. Padding is always masked, so any id will do if the tokenizer has none for it."""
-    tokenizer = tokenizer_of(processor)
-    candidates = (getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0)
+    candidates = (getattr(processor, "pad_token_id", None), getattr(processor, "eos_token_id", None), 0)
     return int(next(token for token in candidates if token is not None))
 
 
@@ -155,10 +122,9 @@ def fill_dims(recipe: Recipe, config: PreTrainedConfig) -> None:
 
 def sequence_length(recipe: Recipe, processor: Processor, config: PreTrainedConfig) -> int:
     """The length to which texts are cut: `--max_length`, by default 512, or fewer tokens if the model accepts fewer."""
-    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions"))
-    positions = next((limit for limit in limits if limit), DEFAULT_MAX_LENGTH)
+    positions = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
     if recipe.data.max_length is None:
-        longest = getattr(tokenizer_of(processor), "model_max_length", DEFAULT_MAX_LENGTH)
+        longest = getattr(processor, "model_max_length", DEFAULT_MAX_LENGTH)
         return int(min(DEFAULT_MAX_LENGTH, longest, positions))
     if recipe.data.max_length > positions:
         logger.warning("`--max_length %d` is more than the model's %d positions", recipe.data.max_length, positions)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import logging
 from collections import Counter
@@ -18,6 +17,7 @@ from hf_linear_attention._common.errors import DataError
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.training.data.packing import Part
 from hf_linear_attention.training.recipe import DataArguments
+from hf_linear_attention.training.tasks import MESSAGES
 
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def folder_of(part: Part) -> Path:
     return Path(path).parent if path is not None else Path()
 
 
-def load_rows(data: DataArguments, split: str, others: Collection[str] = ()) -> datasets.Dataset | None:
+def load_rows(data: DataArguments, split: str, others: Collection[str] = (MESSAGES,)) -> datasets.Dataset | None:
     """The raw rows of `split` ("train" or "validation"), or None if there is no data for it.
 
     Args:
@@ -132,14 +132,14 @@ def refuse_bad(bad: dict[int, str], data: DataArguments, split: str) -> None:
         _refuse([f"{places[number]}: {bad[number]}" for number in sorted(bad)], path or f"{data.dataset_name}, {split}")
 
 
-def bad_texts(rows: datasets.Dataset, names: Iterable[str], may_be_empty: bool = False) -> dict[int, str]:
+def bad_texts(rows: datasets.Dataset, names: Iterable[str]) -> dict[int, str]:
     """The problems, by row, of the cells of columns that must hold texts."""
     bad: dict[int, str] = {}
     for name in names:
         for number, text in enumerate(rows[name]):
             if not isinstance(text, str):
                 bad.setdefault(number, f"`{name}` is {text!r}, not a text")
-            elif not may_be_empty and not text.strip():
+            elif not text.strip():
                 bad.setdefault(number, f"`{name}` is empty")
     return bad
 
@@ -199,10 +199,8 @@ def pair_scores(part: Part) -> list[float] | None:
     return [float(value) for value in rows[name] for _ in range(2)]
 
 
-def class_labels(part: Part, *, of_words: bool = False) -> list[Any] | None:
+def class_labels(part: Part) -> list[int] | None:
     """The class index of every row; None if the data is unlabelled and training only imitates a teacher.
-
-    If the labels are those `of_words`, a row has a list of them.
 
     Raises:
         DataError: if labels are needed and there are none, or a class is unknown.
@@ -214,21 +212,19 @@ def class_labels(part: Part, *, of_words: bool = False) -> list[Any] | None:
             return None
         columns = ", ".join(rows.column_names)
         raise DataError(f"`--label_column_name {name}` is not a column of the {split} data; it has {columns}")
-    values = label_names(rows, name, path_of(recipe.data, split), of_words=of_words)
-    if unknown := sorted({*(itertools.chain(*values) if of_words else values)} - {*known}):
+    values = label_names(rows, name, path_of(recipe.data, split))
+    if unknown := sorted({*values} - {*known}):
         raise DataError(f"unknown classes in the {split} data: {unknown[:10]}; known are {sorted(known)}")
-    return [[known[value] for value in row] for row in values] if of_words else [known[value] for value in values]
+    return [known[value] for value in values]
 
 
-def label_names(rows: datasets.Dataset, name: str, path: str | None = None, *, of_words: bool = False) -> list[Any]:
+def label_names(rows: datasets.Dataset, name: str, path: str | None = None) -> list[str]:
     """The label of every row as text: the class name for a `ClassLabel` column, otherwise the value itself.
-
-    If the labels are those `of_words`, a row has a list of them.
 
     Raises:
         DataError: if a value is neither a name nor a whole number.
     """
-    feature = getattr(rows.features[name], "feature", None) if of_words else rows.features[name]
+    feature = rows.features[name]
 
     def as_name(value: Any) -> str:
         if isinstance(feature, datasets.ClassLabel):
@@ -238,4 +234,4 @@ def label_names(rows: datasets.Dataset, name: str, path: str | None = None, *, o
             raise DataError(f"column `{name}` of {place} holds {value!r}; classes are whole numbers or names")
         return str(value)
 
-    return [[as_name(value) for value in row] if of_words else as_name(row) for row in rows[name]]
+    return [as_name(value) for value in rows[name]]

@@ -10,21 +10,16 @@ from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.images import check_images, image_examples
 from hf_linear_attention.training.data.packing import Examples, Part
 from hf_linear_attention.training.data.processors import Processor, fill_dims, load_config, sequence_length
-from hf_linear_attention.training.data.questions import check_questions, question_examples
-from hf_linear_attention.training.data.recordings import check_recordings, recording_examples
 from hf_linear_attention.training.data.rows import label_names, load_rows, path_of
 from hf_linear_attention.training.data.texts import (
     build_examples,
     check_language,
     check_texts,
-    check_words,
     language_examples,
     target_examples,
-    word_examples,
 )
 from hf_linear_attention.training.models import class_mapping
 from hf_linear_attention.training.recipe import Recipe
-from hf_linear_attention.training.tasks import MESSAGES, QUESTION_COLUMNS
 
 
 @dataclass
@@ -55,27 +50,17 @@ TEXT = Reader(check_texts, build_examples)
 # The tasks that are not here read texts (`TEXT`).
 READERS = {
     "causal_lm": Reader(check_language, language_examples),
-    "question_answering": Reader(check_questions, question_examples),
     "seq2seq_lm": Reader(check_texts, target_examples),
     "sequence_classification": Reader(check_texts, build_examples, has_classes=True),
-    "token_classification": Reader(check_words, word_examples, has_classes=True),
     "image_classification": Reader(check_images, image_examples, has_classes=True),
     "image_embedding": Reader(check_images, image_examples),
-    "speech_seq2seq": Reader(check_recordings, recording_examples),
-    "ctc": Reader(check_recordings, recording_examples),
 }
 
 
 def _read(recipe: Recipe, processor: Processor, max_length: int, check: Callable[[Part], None]) -> list[Part]:
     """The rows of every split that exists."""
-    others = {recipe.task_options.audio_column_name, *recipe.task.label_columns, *QUESTION_COLUMNS, MESSAGES}
-    read = {split: load_rows(recipe.data, split, others) for split in ("train", "validation")}
-    found = {split: rows for split, rows in read.items() if rows is not None}
-    if "label_column_name" not in recipe.given:
-        present = {name for rows in found.values() for name in rows.column_names}
-        named = [name for name in recipe.task.label_columns if name in present]
-        recipe.data.label_column_name = named[0] if named else recipe.task.label_columns[0]
-    parts = [Part(recipe, rows, split, processor, max_length) for split, rows in found.items()]
+    read = {split: load_rows(recipe.data, split) for split in ("train", "validation")}
+    parts = [Part(recipe, rows, split, processor, max_length) for split, rows in read.items() if rows is not None]
     for part in parts:
         check(part)
     return parts
@@ -88,9 +73,7 @@ def _classes(recipe: Recipe, parts: list[Part]) -> dict[str, int] | None:
     if not labelled:
         return None
     path = path_of(recipe.data, labelled[0].split)
-    of_words = recipe.model.task == "token_classification"
-    names = label_names(labelled[0].rows, column, path, of_words=of_words)
-    classes = class_mapping(load_config(recipe), [entry for row in names for entry in row] if of_words else names)
+    classes = class_mapping(load_config(recipe), label_names(labelled[0].rows, column, path))
     if len(classes) == 1:
         place = path or f"`--dataset_name {recipe.data.dataset_name}`"
         raise DataError(f"`{column}` is {min(classes)!r} in every row of {place}, so there is nothing to tell apart")

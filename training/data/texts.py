@@ -6,7 +6,6 @@
 | masked_lm, embedding    | a paragraph is a text, cut                  | a row is a text, cut                |
 | sequence_classification | refused                                     | a row is a text with class, cut     |
 | seq2seq_lm              | refused                                     | a row is two texts, each cut        |
-| token_classification    | refused                                     | a row is words with classes, cut    |
 
 "Cut" texts are truncated to max_length tokens. "Packed" documents share blocks of max_length tokens, and do not attend
 to each other (`packing.py`) unless `--join_documents` is given. Paragraphs are separated by blank lines; in a .txt
@@ -210,76 +209,14 @@ def target_examples(part: Part) -> Examples:
     """The sources and targets of the rows of one split, each cut to `max_length` tokens."""
     rows, data, tokenizer, max_length = part.rows, part.recipe.data, part.processor, part.max_length
     sources = tokenize_texts(list(rows[data.text_column_name]), tokenizer, truncation=True, max_length=max_length)
-    targets = target_tokens(list(rows[str(data.text_pair_column_name)]), tokenizer, max_length)
-    return finished(Documents(sources["input_ids"], None, targets=targets), part)
-
-
-def target_tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Tokens]:
-    """The tokens of texts that a decoder predicts; each ends, so that the decoder learns to end."""
-    end = tokenizer.eos_token_id
+    texts, end = list(rows[str(data.text_pair_column_name)]), tokenizer.eos_token_id
     found = tokenizer(text_target=texts, truncation=True, max_length=max_length, return_attention_mask=False)
-    rows = [list(ids) for ids in found["input_ids"]]
-    return [np.array(ids if end is None or end in ids else [*ids[: max_length - 1], end], np.int64) for ids in rows]
-
-
-def require_fast(tokenizer: PreTrainedTokenizerBase, lacks: str) -> None:
-    """Refuse a tokenizer that is written in Python.
-
-    Args:
-        lacks: what it does not tell.
-
-    Raises:
-        SetupError: if it is.
-    """
-    if not tokenizer.is_fast:
-        raise SetupError(f"{type(tokenizer).__name__} does not tell {lacks}; give a fast one with `--tokenizer_name`")
-
-
-def check_words(part: Part) -> None:
-    """Refuse rows that have no list of words or, where there are labels, not one for each word.
-
-    Raises:
-        DataError: if there are any, or no column with the words.
-    """
-    rows, data = part.rows, part.recipe.data
-    require_column(rows, "text_column_name", data.text_column_name)
-    labels = list(rows[data.label_column_name]) if data.label_column_name in rows.column_names else None
-    bad: dict[int, str] = {}
-    for number, words in enumerate(rows[data.text_column_name]):
-        if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
-            bad[number] = f"`{data.text_column_name}` is {words!r}, not a list of words"
-        elif labels is not None and (not isinstance(labels[number], list) or len(labels[number]) != len(words)):
-            bad[number] = f"`{data.label_column_name}` has not one class for each of the {len(words)} words"
-    refuse_bad(bad, data, part.split)
-
-
-def word_examples(part: Part) -> Examples:
-    """One example per row, cut to `max_length` tokens.
-
-    The first token of a word carries its class; the other tokens of the word, and special tokens, carry none (IGNORED).
-
-    Raises:
-        SetupError: if the tokenizer cannot tell which word a token belongs to.
-        DataError: if labels are needed and missing, or a class is unknown.
-    """
-    tokenizer, words = part.processor, list(part.rows[part.recipe.data.text_column_name])
-    require_fast(tokenizer, "which word a token belongs to")
-    labels = class_labels(part, of_words=True)
-    options: dict[str, Any] = {"truncation": True, "max_length": part.max_length, "is_split_into_words": True}
-    found = tokenizer(words, return_attention_mask=False, verbose=False, **options)
-    documents = [np.array(ids, np.int64) for ids in found["input_ids"]]
-    if labels is not None:
-        labels = [_aligned(found.word_ids(number), row) for number, row in enumerate(labels)]
-    return finished(Documents(documents, labels), part)
-
-
-def _aligned(words: list[int | None], labels: list[int]) -> Tokens:
-    """The label of every token: that of its word if it is the first token of the word, otherwise IGNORED."""
-    before = [None, *words[:-1]]
-    chosen = [
-        labels[word] if word is not None and word != last else IGNORED for word, last in zip(words, before, strict=True)
+    # Each ends, so that the decoder learns to end.
+    targets = [
+        np.array(ids if end is None or end in ids else [*ids[: max_length - 1], end], np.int64)
+        for ids in found["input_ids"]
     ]
-    return np.array(chosen, np.int64)
+    return finished(Documents(sources["input_ids"], None, targets=targets), part)
 
 
 def _is_conversation(part: Part) -> bool:

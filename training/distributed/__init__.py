@@ -330,9 +330,9 @@ def _all_reach_the_loss(recipe: Recipe) -> bool:
     """Whether every parameter reaches the loss.
 
     Objectives on hidden states leave out heads and poolers. A T5 converted without its position bias keeps its weights,
-    which do nothing, and a model of speech what stands in masked time, of which there is none with a teacher.
+    which do nothing.
     """
-    if recipe.task.logits == "targets" or recipe.task.inputs == "sound":
+    if recipe.task.logits == "targets":
         return False
     return bool(recipe.objective.task_loss_weight or recipe.objective.logits_kl_weight)
 

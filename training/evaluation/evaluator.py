@@ -5,7 +5,7 @@ With `--predict_with_generate`, models also generate texts for the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,13 +18,10 @@ from transformers import PreTrainedModel
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention.training.checkpoints import TrainingState
 from hf_linear_attention.training.data.batches import Batch, aligned_labels
-from hf_linear_attention.training.data.packing import IGNORED, FirstExamples
+from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.evaluation.scores import (
     GREATER_IS_BETTER,
     Classification,
-    ErrorRates,
-    Score,
-    Tagging,
     TextMatch,
     TokenLoss,
     equal_share,
@@ -37,55 +34,12 @@ from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tasks import TASKS
 
 
-MODEL_INPUTS = ("input_ids", "attention_mask", "input_features", "input_values")
 # Number of an example, the text of the model, that of the data, and that of the teacher, if there is one; for
 # conversations, which have no text of the data here, whether the answer of each model ended.
 Generated = tuple[int, Any, str | None, Any]
-LONGEST_ANSWER = 30  # tokens, as in the evaluation of BERT on SQuAD
 
 Figures = tuple[list[Any], list[Any]]
 """Prediction and reference of every example in a batch, in the form that the score expects."""
-
-
-def _classes(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
-    return outputs.logits.argmax(-1).tolist(), batch["labels"].tolist()
-
-
-def _answers(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
-    """The best span of every context: its score, first and last token, and the score of the empty answer (token 0)."""
-    starts, ends = (x.double() for x in (outputs.start_logits, outputs.end_logits))
-    outside = (batch["context_mask"] == 0).unsqueeze(1)
-    length = starts.shape[1]
-    is_span = torch.ones(length, length, dtype=torch.bool, device=starts.device).triu().tril(LONGEST_ANSWER - 1)
-    scores = (starts.unsqueeze(2) + ends.unsqueeze(1)).masked_fill(~is_span | outside | outside.mT, -torch.inf)
-    best, place = scores.flatten(1).max(-1)
-    rows = torch.stack([best, place // length, place % length, starts[:, 0] + ends[:, 0]], dim=-1)
-    return rows.tolist(), [0] * len(rows)
-
-
-def _tags(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
-    """The names of the classes of the words of every text."""
-    pairs = zip(outputs.logits.argmax(-1).tolist(), batch["labels"].tolist(), strict=True)
-    kept = [[(a, b) for a, b in zip(mine, yours, strict=True) if b != IGNORED] for mine, yours in pairs]
-    return [[names[a] for a, _ in row] for row in kept], [[names[b] for _, b in row] for row in kept]
-
-
-def _frames(batch: Batch, outputs: Any, names: Mapping[int, str]) -> Figures:
-    """The likeliest token of every frame of every recording."""
-    counts = batch["frame_mask"].sum(-1).tolist()
-    rows = outputs.logits.argmax(-1).tolist()
-    return [row[:count] for row, count in zip(rows, counts, strict=True)], [0] * len(rows)
-
-
-# How the predictions of a task are read from a batch and its outputs, and their score. Other tasks with logits are
-# scored by their nats per token, and tasks without by the similarity to the teacher (`embeddings.py`).
-SCORES: dict[str, tuple[Callable[[Batch, Any, Mapping[int, str]], Figures], type[Score]]] = {
-    "sequence_classification": (_classes, Classification),
-    "image_classification": (_classes, Classification),
-    "token_classification": (_tags, Tagging),
-    "question_answering": (_answers, TextMatch),
-    "ctc": (_frames, ErrorRates),
-}
 
 
 class Generation:
@@ -102,7 +56,7 @@ class Generation:
 
     def texts(self, model: Any, batch: Batch) -> list[str]:
         """The texts that the model generates for the inputs of `batch`."""
-        found = self._tokens(model, **{name: batch[name] for name in MODEL_INPUTS if name in batch})
+        found = self._tokens(model, input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         return self.processor.batch_decode(found, skip_special_tokens=True)
 
     def ends(self, model: Any, batch: Batch) -> list[bool]:
@@ -128,20 +82,16 @@ class Generation:
         return list(zip(batch["index"].tolist(), self.texts(model, batch), known, theirs, strict=True))
 
 
-def _generated_figures(rows: list[Generated], is_speech: bool) -> dict[str, float]:
+def _generated_figures(rows: list[Generated]) -> dict[str, float]:
     """The share of texts that equal those of the data, the F1 score of their words, and the share that equal the
-    teacher's (`same_text`). For conversations, the shares of answers that end, of the model and of the teacher. For
-    speech, error rates instead of the share and the F1 score."""
+    teacher's (`same_text`). For conversations, the shares of answers that end, of the model and of the teacher."""
     if not rows:
         return {}
     _, mine, known, theirs = zip(*rows, strict=True)
     if known[0] is None:
         shares = {"ending_answers": sum(mine) / len(rows)}
         return shares if theirs[0] is None else {**shares, "ending_answers_teacher": sum(theirs) / len(rows)}
-    if is_speech:
-        found = scored(ErrorRates, mine, known)
-    else:
-        found = scored(TextMatch, mine, [[text] for text in known], ignores_case=False)
+    found = scored(TextMatch, mine, known)
     return found if theirs[0] is None else {**found, "same_text": equal_share(mine, theirs)}
 
 
@@ -154,7 +104,6 @@ class Evaluator:
         task: str,
         teacher: Teacher | None,
         generation: Generation | None = None,
-        examples: Any = None,
         megabytes: float = MEGABYTES,
     ) -> None:
         """Prepare evaluations.
@@ -164,12 +113,10 @@ class Evaluator:
             task: the task of the model.
             teacher: the model to compare with.
             generation: how texts are generated; None if none are.
-            examples: the examples that are evaluated; they turn spans and frames into texts.
             megabytes: of logits that are alive together, at most.
         """
         self.accelerator, self.task, self.teacher, self.generation = accelerator, task, teacher, generation
-        self.examples, self.megabytes = examples, megabytes
-        self.logits = TASKS[task].logits
+        self.megabytes, self.logits = megabytes, TASKS[task].logits
         self.compares = teacher is not None and TASKS[task].compares
 
     @torch.no_grad()
@@ -180,16 +127,13 @@ class Evaluator:
         rows: list[tuple[int, Any, Any]] = []
         agreed: list[tuple[int, int, int]] = []
         texts: list[Generated] = []
-        names = {int(index): str(name) for index, name in (model.config.id2label or {}).items()}
-        by_row = None if self.task in SCORES else ByRow(model, self.megabytes)
+        by_row = None if self.logits == "inputs" else ByRow(model, self.megabytes)
         for batch in progress(batches, "evaluating", self.accelerator.is_main_process):
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             with self.accelerator.autocast():
-                if by_row is None:
-                    outputs = run_model(model, batch, None)
-                    figures, same = SCORES[self.task][0](batch, outputs, names), self._same(batch, outputs)
-                else:
-                    figures, same = self._token_figures(by_row, batch)
+                figures, same = (
+                    self._class_figures(model, batch) if by_row is None else self._token_figures(by_row, batch)
+                )
             index = batch["index"].tolist()
             rows += zip(index, *figures, strict=True)
             if same is not None:
@@ -202,34 +146,29 @@ class Evaluator:
                 teacher = None if self.teacher is None else self.teacher.model
                 texts += self.generation(model, teacher, batch)
         model.train(was_training)
-        result = self._result(each_once(gather_object(rows)))
-        result |= _generated_figures(each_once(gather_object(texts)), TASKS[self.task].inputs == "sound")
+        found = each_once(gather_object(rows))
+        score = Classification if by_row is None else TokenLoss
+        result = scored(score, [row[1] for row in found], [row[2] for row in found])
+        result |= _generated_figures(each_once(gather_object(texts)))
         if self.compares:
             counts = [row[1:] for row in each_once(gather_object(agreed))]
             result["agreement"] = sum(hits for hits, _ in counts) / max(sum(count for _, count in counts), 1)
         return {f"eval_{name}": value for name, value in result.items()}
 
-    def _result(self, rows: list[tuple[int, Any, Any]]) -> dict[str, float]:
-        score = SCORES[self.task][1] if self.task in SCORES else TokenLoss
-        predictions, references = [row[1] for row in rows], [row[2] for row in rows]
-        if self.logits in ("spans", "frames"):
-            whole: Any = self.examples.examples if isinstance(self.examples, FirstExamples) else self.examples
-            predictions, references = whole.texts([row[:2] for row in rows])
-        return scored(score, predictions, references)
-
-    def _same(self, batch: Batch, outputs: Any) -> Tensor | None:
-        """Whether each row of the logits has its maximum where the teacher's has; None if they are not compared."""
-        if self.teacher is None or not self.compares:
-            return None
-        mine = logits_of(outputs, batch)
-        if mine is None:
+    def _class_figures(self, model: PreTrainedModel, batch: Batch) -> tuple[Figures, Tensor | None]:
+        """The class of every input by the model and by the data, and whether the teacher gives the same one; None if
+        they are not compared."""
+        logits = logits_of(run_model(model, batch, None))
+        if logits is None:
             raise RuntimeError("the model has no logits")
-        best = mine.argmax(-1)
-        theirs = self.teacher.rows(batch)(torch.arange(best.numel(), device=best.device))
-        return theirs.argmax(-1).view(best.shape) == best
+        mine, same = logits.argmax(-1), None
+        if self.teacher is not None and self.compares:
+            same = self.teacher.rows(batch)(torch.arange(len(mine), device=mine.device)).argmax(-1) == mine
+        return (mine.tolist(), batch["labels"].tolist()), same
 
     def _token_figures(self, by_row: ByRow, batch: Batch) -> tuple[Figures, Tensor | None]:
-        """The summed cross-entropy and the number of scored tokens of every text, and what `_same` returns."""
+        """The summed cross-entropy and the number of scored tokens of every text, and whether the teacher predicts the
+        same in each row of the logits; None if they are not compared."""
         labels = aligned_labels(batch, self.task)
         nats, same = torch.zeros(labels.shape, device=labels.device), torch.zeros_like(labels, dtype=torch.bool)
         teacher = self.teacher.rows(batch) if self.teacher is not None and self.compares else None

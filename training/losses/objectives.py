@@ -24,14 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.special_tokens import special_token
 from hf_linear_attention.attention.layer import LinearizedCrossAttention
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
 from hf_linear_attention.mechanisms.window import within_sequences
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch, aligned_labels, count_units, token_weights
 from hf_linear_attention.training.data.packing import IGNORED
-from hf_linear_attention.training.data.processors import load_config
 from hf_linear_attention.training.losses.divergence import divergence, widened
 from hf_linear_attention.training.losses.gradients import GRADIENT_SCALE, differentiated
 from hf_linear_attention.training.losses.output_layer import MEGABYTES, ByRow, Rows
@@ -55,7 +53,6 @@ class Objective:
     """
 
     needs_logits: bool = False  # and has `rows` and `of_rows` in place of `total`
-    needs_all_rows: bool = False  # at once
     needs_hidden_states: bool = False
     needs_teacher: bool = False
     observes_attention: bool = False
@@ -82,42 +79,25 @@ class Objective:
 
 
 class TaskLoss(Objective):
-    """Cross-entropy with the labels: the next token, the masked tokens, the target, the class, or the answer's ends.
-
-    For `ctc`, that of the text: -log of the probability of all its alignments (Graves et al. 2006).
-    """
+    """Cross-entropy with the labels: the next token, the masked tokens, the target, or the class."""
 
     needs_logits = True
 
     def __init__(self, recipe: Recipe) -> None:
         self.task = recipe.model.task
-        self.needs_all_rows = self.task == "ctc"
-        self.blank = special_token(load_config(recipe), "pad_token_id") if self.needs_all_rows else None
 
     def units(self, batch: Batch) -> Tensor:
         """Number of labels, a long scalar."""
         return (aligned_labels(batch, self.task) != IGNORED).sum()
 
     def rows(self, batch: Batch) -> Tensor:
-        """Those that have a label; for `ctc`, all."""
-        if self.blank is not None:
-            return torch.ones_like(batch["frame_mask"], dtype=torch.bool).flatten()
+        """Those that have a label."""
         return (aligned_labels(batch, self.task) != IGNORED).flatten()
 
     def of_rows(self, logits: Tensor, rows: Tensor, batch: Batch, teacher: Outputs | None) -> Tensor:
         """Sum of the cross-entropies, in nats."""
-        if self.blank is not None:
-            return ctc_nats(logits.view(*batch["frame_mask"].shape, -1), batch, self.blank)
         labels = aligned_labels(batch, self.task).flatten()[rows]
         return F.cross_entropy(widened(logits), labels, ignore_index=IGNORED, reduction="sum")
-
-
-def ctc_nats(logits: Tensor, batch: Batch, blank: int) -> Tensor:
-    """The sum over the recordings of -log p(text) in nats, given the logits [B, N, V] of their frames."""
-    labels, frames = batch["labels"], batch["frame_mask"].sum(-1)
-    log_p = logits.float().log_softmax(-1).transpose(0, 1)
-    counts = (labels != IGNORED).sum(-1)
-    return F.ctc_loss(log_p, labels.clamp(min=0), frames, counts, blank=blank, reduction="sum")
 
 
 class LogitsKL(Objective):
@@ -130,7 +110,7 @@ class LogitsKL(Objective):
         self.temperature = recipe.objective.temperature
 
     def units(self, batch: Batch) -> Tensor:
-        """Number of tokens or targets, of sequences or images for a classifier, or of ends, a long scalar."""
+        """Number of tokens or targets, or of sequences or images for a classifier, a long scalar."""
         return scored_logits(batch, self.logits_of).sum()
 
     def rows(self, batch: Batch) -> Tensor:
@@ -557,8 +537,7 @@ class StudentWithObjectives(nn.Module):
 
         layer = None if self.by_row is None else self.by_row.layer
         parameters = () if layer is None else layer.module.parameters()
-        whole = any(o.needs_all_rows for o in used.values())
-        return logits.summed(rows, parameters, loss, self.gradient_scale(), whole)
+        return logits.summed(rows, parameters, loss, self.gradient_scale())
 
     def _noted(self, batch: Batch) -> Outputs:
         """What the teacher would compute: the logits, or the hidden states if the task has no logits."""

@@ -74,19 +74,17 @@ class Rows:
         parameters: Iterable[nn.Parameter],
         loss: LossOfRows,
         scale: float = GRADIENT_SCALE,
-        whole: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of `loss` over the row numbers [R] and the sums of its figures.
 
         Args:
             parameters: those of `head`.
             scale: see `gradients.differentiated`.
-            whole: whether the loss needs all rows at once.
         """
         trained = [source for source in (self.inputs, *parameters) if source.requires_grad and torch.is_grad_enabled()]
         gradients = [torch.zeros_like(source) for source in trained]
         total, figures = torch.zeros((), device=self.inputs.device), dict[str, Tensor]()
-        for part in [rows] if whole else chunks(rows, self.classes, self.megabytes):
+        for part in chunks(rows, self.classes, self.megabytes):
             inputs = self.inputs.detach()[part].requires_grad_(self.inputs.requires_grad)
             value, found = loss(self.head(inputs), part)
             leaves = [inputs if source is self.inputs else source for source in trained]
@@ -154,7 +152,7 @@ class ByRow:
             with layer.replaced(lambda inputs, head: use(Rows(inputs, head, layer.classes, self.megabytes))):
                 return call()
         outputs = call()
-        if (logits := logits_of(outputs, batch)) is None:
+        if (logits := logits_of(outputs)) is None:
             return outputs
         if 4 * logits.numel() > self.megabytes * 2**20:
             logger.warning(WHOLE, type(self.model).__name__, 4 * logits.numel() // 2**20)

@@ -21,9 +21,6 @@ from hf_linear_attention.training.losses.divergence import LogitRows
 from hf_linear_attention.training.tasks import LogitsOf
 
 
-SOUND = ("input_values", "input_features")  # what models of speech read
-
-
 @dataclass(frozen=True)
 class Outputs:
     """The outputs of one model: logits by row of the flattened batch, and hidden states [B, N, D] by layer.
@@ -80,11 +77,6 @@ def run_model(model: nn.Module, batch: Batch, layers: str | None) -> Any:
     if "pixel_values" in batch:
         return model(pixel_values=batch["pixel_values"], **keywords)
     accepted = inspect.signature(model.forward).parameters
-    if "frame_mask" in batch:
-        keywords |= {name: batch[name] for name in (*SOUND, "attention_mask") if name in batch}
-        if "decoder_attention_mask" in batch:
-            keywords |= {"decoder_input_ids": decoder_inputs(model, batch["labels"]), "use_cache": False}
-        return model(**keywords)
     if "use_cache" in accepted:
         keywords["use_cache"] = False  # a decoder would fill a cache that is not used
     # transformers recognises packed documents (position_ids that restart) only if there is no attention mask.
@@ -113,31 +105,21 @@ def decoder_inputs(model: Any, labels: Tensor) -> Tensor:
     return shifted.masked_fill(shifted == IGNORED, special_token(model.config, "pad_token_id"))
 
 
-def logits_of(outputs: Any, batch: Batch) -> Tensor | None:
-    """The logits, the last dimension of which is that of a distribution; None if the model has none.
-
-    For answers to questions, [B, 2, N]: over the N tokens that are not padding, for the first and the last token of the
-    answer.
-    """
-    if (start := getattr(outputs, "start_logits", None)) is None:
-        return getattr(outputs, "logits", getattr(outputs, "prediction_logits", None))
-    logits = torch.stack([start, outputs.end_logits], dim=1)
-    return logits.masked_fill(batch["attention_mask"].unsqueeze(1) == 0, -torch.inf)
+def logits_of(outputs: Any) -> Tensor | None:
+    """The logits, the last dimension of which is that of a distribution; None if the model has none."""
+    return getattr(outputs, "logits", getattr(outputs, "prediction_logits", None))
 
 
 def scored_logits(batch: Batch, logits: LogitsOf | None) -> Tensor:
-    """Whether each row of the logits counts, which padding does not: [B, N], [B, T], [B, 2] or [B]; N tokens or frames.
+    """Whether each row of the logits counts, which padding does not: [B, N], [B, T] or [B].
 
     In conversations, those may count that predict a token of an answer.
     """
     if logits == "tokens":
         return batch.get("loss_mask", batch["attention_mask"]) > 0
-    if logits == "frames":
-        return batch["frame_mask"] > 0
     if logits == "targets":
         return batch["decoder_attention_mask"] > 0
-    index = batch["index"]
-    return torch.ones((len(index), 2) if logits == "spans" else index.shape, dtype=torch.bool, device=index.device)
+    return torch.ones_like(batch["index"], dtype=torch.bool)
 
 
 def hidden_states_of(outputs: Any, layers: str | None, part: str = "") -> tuple[Tensor, ...]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 PAPERS = "benchmarks/papers/recipes"  # in a checkout
 OF_PAPERS = ("cald-linformer", "hedgehog", "lolcats", "radlads", "t2r")  # which were presets before
-EPOCHS = 6.0  # of images or recordings, for all stages together
+EPOCHS = 6.0  # of images, for all stages together
 # MiniLM with a window of 128 tokens, 40,000 tokens of training on 65 to 512: a cosine of .9951 to .9784 by length; at
 # 5e-5 .9855 to .9694, which is less than without training (1 to .9765).
 WINDOW_RATE = 1e-5
@@ -126,7 +126,7 @@ def stages_of(preset: Preset, task: str) -> list[Stage]:
 def stage_options(stage: Stage, given: Mapping[str, Any], tokens: int) -> dict[str, Any]:
     """The options of one stage, some of which those in `given` replace.
 
-    The amount of images and recordings is given in epochs, which the stages share as they share `tokens` of text.
+    The amount of images is given in epochs, which the stages share as they share `tokens` of text.
     """
     task = TASKS[given["task"]]
     options = {**stage.options, "max_train_tokens": max(1, round(tokens * stage.share)), **given}
