@@ -36,7 +36,7 @@ from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 from hf_linear_attention._common.model_card import PAGE, REPORT
 from hf_linear_attention._common.options import built, facts_of, out_of_bounds, unusable_texts, without_needs
 from hf_linear_attention._common.reading import read_json
-from hf_linear_attention.conversion.options import EvaluationArguments, changed_options
+from hf_linear_attention.conversion.options import REMOVED, EvaluationArguments, changed_options
 from hf_linear_attention.mechanisms.options import MECHANISM_OPTIONS
 
 
@@ -161,7 +161,7 @@ def evaluation_arguments(argv: Sequence[str]) -> EvaluationArguments:
     """
     groups = [EvaluationArguments]
     usage = "%(prog)s --model_name_or_path OUT --validation_file held_out.txt [options]"
-    parser = Parser(groups, prog=f"{PROGRAM} evaluate", usage=usage, description=EVALUATE)
+    parser = Parser(groups, prog=f"{PROGRAM} evaluate", usage=usage, description=EVALUATE, removed=REMOVED)
     (arguments,), facts = built(groups, given_options(parser, groups, argv)), facts_of(*groups)
     problems = [
         *out_of_bounds(facts, vars(arguments)),

@@ -29,6 +29,7 @@ from hf_linear_attention._common.options import (
 )
 from hf_linear_attention.layer_ranges import is_by_layer, parse_by_layer, parse_layers
 from hf_linear_attention.mechanisms.options import DROPPABLE, MECHANISM_OPTIONS, OWN
+from hf_linear_attention.training.recipe import REMOVED as OF_FINETUNE
 from hf_linear_attention.training.tasks import CACHED, TASKS, TEXT_TASKS
 
 
@@ -44,8 +45,10 @@ RECIPE = "recipe.yaml"
 # The sizes that `--state_bytes` chooses.
 SIZES = ("window_size", "num_sinks", "num_features", "num_exact_keys")
 # Options that there are no more, and what to do instead.
+_OF_EMBEDDINGS = ("retrieval_file", "prompt_name", "query_prompt_name", "document_prompt_name", "matryoshka_dims")
 REMOVED: dict[str, str] = {
     "softmax_heads": "give `--num_exact_keys` of `--attention hybrid`, or keep whole layers with `--softmax_layers`",
+    **{name: OF_FINETUNE[name] for name in _OF_EMBEDDINGS},
 }
 
 
@@ -54,12 +57,11 @@ ATTENTION_HELP = (
     "hybrid, window for encoders, linear with --cross_attention); or mechanisms by layer, such as 0-3:hybrid,4-:linear,"
     " with each layer to convert in one range. Other options are then for the mechanisms that have them"
 )
-OF_EMBEDDINGS = ("retrieval_file", "query_prompt_name", "document_prompt_name", "prompt_name", "matryoshka_dims")
 
 
 @dataclass(kw_only=True)
 class MeasuringArguments:
-    """What the figures of a converted model are measured on, and the prompts of an embedding model."""
+    """What the figures of a converted model are measured on."""
 
     pairs_file: str | None = option(
         "for an embedding model, pairs of texts with a similarity score, for Spearman's correlation in the figures: "
@@ -70,46 +72,6 @@ class MeasuringArguments:
         is_path=True,
         group="measuring",
     )
-    retrieval_file: str | None = option(
-        "for an embedding model, queries and documents for figures of retrieval: .jsonl, .csv, .tsv or .parquet with "
-        "the columns query and document, where every row has a document that its query should find",
-        None,
-        needs=("validation_file",),
-        tasks=("embedding",),
-        is_path=True,
-        group="measuring",
-    )
-    query_prompt_name: str | None = option(
-        "the prompt of a sentence-transformers model before the queries of --retrieval_file (default: query, if there "
-        "is one)",
-        None,
-        needs=("retrieval_file",),
-        tasks=("embedding",),
-        group="measuring",
-    )
-    document_prompt_name: str | None = option(
-        "the prompt before the documents of --retrieval_file (default: document, passage or corpus)",
-        None,
-        needs=("retrieval_file",),
-        tasks=("embedding",),
-        group="measuring",
-    )
-    prompt_name: str | None = option(
-        "the prompt before all other texts of an embedding model (default: its default_prompt_name)",
-        None,
-        needs=("preset",),
-        tasks=("embedding",),
-        group="training",
-    )
-    matryoshka_dims: str | None = option(
-        "numbers of first dimensions, such as 256,128,64, at which embeddings are measured too, and which the training "
-        "of --preset averages with whole embeddings (default: matryoshka_dimensions of the model's config.json)",
-        None,
-        needs=("preset",),
-        tasks=("embedding",),
-        group="training",
-    )
-
     validation_file: str | None = option(
         "a file of held-out data, of the same types, for the figures",
         None,
@@ -162,12 +124,6 @@ class MeasuringArguments:
         False,
         group="source",
     )
-
-    @property
-    def of_embeddings(self) -> dict[str, Any]:
-        """Those that only embedding models have, that `training/finetune.py` has too, and that are given."""
-        values = {name: getattr(self, name) for name in OF_EMBEDDINGS}
-        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(kw_only=True)

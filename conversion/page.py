@@ -40,7 +40,7 @@ MOST_FIGURES = 3  # of a training, in the headline
 GOOD, USABLE, NOT_YET = "Good", "Usable", "Not yet"
 # How far a model's nats per token may lie above the original's, relative to these.
 GOOD_GAP, USABLE_GAP = 0.02, 0.1
-# Cosines to the original's embeddings, and what a figure of the task itself (a correlation, nDCG) may lose.
+# Cosines to the original's embeddings, and what a correlation may lose.
 GOOD_COSINE, USABLE_COSINE = 0.98, 0.9
 GOOD_LOSS, USABLE_LOSS = 0.01, 0.05
 NEARNESS = {GOOD: "nearly as good as", USABLE: "close to", NOT_YET: "far from"}
@@ -49,10 +49,7 @@ FEWEST_ERRORS = 2  # a difference of fewer standard errors counts as none
 MORE = 4  # the next training is proposed with so many times the tokens of the last one
 
 # The figures at the top of the page.
-TILES = (
-    "student", "teacher", "same_bytes", "agreement", "kl", "cosine", "same_neighbour", "spearman", "spearman_teacher",
-    "ndcg_at_10", "ndcg_at_10_teacher",
-)  # fmt: skip
+TILES = ("student", "teacher", "same_bytes", "agreement", "kl", "cosine", "spearman", "spearman_teacher")
 # Lines in a fixed order of styles: a model has the same colour in every plot.
 LINES = ("teacher", "student", "same_bytes", "window_alone", "healed")
 # Plots are 420 units wide, so that a text of 12 units can still be read on a phone.
@@ -158,13 +155,8 @@ def _verdict_on_language(quality: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _verdict_on_embeddings(quality: Mapping[str, Any]) -> str:
-    lost = [
-        quality[f"{name}_teacher"] - quality[name]
-        for name in ("spearman", "ndcg_at_10")
-        if quality.get(name) is not None and quality.get(f"{name}_teacher") is not None
-    ]
-    if lost:  # what the embeddings are for counts for more than their likeness
-        return _word(max(lost), GOOD_LOSS, USABLE_LOSS)
+    if quality.get("spearman") is not None:  # what the embeddings are for counts for more than their likeness
+        return _word(quality["spearman_teacher"] - quality["spearman"], GOOD_LOSS, USABLE_LOSS)
     return _word(-quality["cosine"], -GOOD_COSINE, -USABLE_COSINE)
 
 
@@ -343,7 +335,7 @@ def position_section(quality: Mapping[str, Any]) -> Section | None:
 
 
 def sample_sections(quality: Mapping[str, Any]) -> list[Section]:
-    """What both models write after the same prompts, or the texts that are nearest for both."""
+    """What both models write after the same prompts."""
     found = []
     if samples := quality.get("samples"):
         text = (
@@ -362,14 +354,6 @@ def sample_sections(quality: Mapping[str, Any]) -> list[Section]:
             for sample in samples
         ]
         found.append(Section("What it writes", [text], samples=displayed))
-    if neighbours := quality.get("neighbours"):
-        text = "The nearest other text in the validation file, of three texts spread evenly over it."
-        displayed = []
-        for entry in neighbours:
-            which = "the same" if entry["original"] == entry["student"] else "another"
-            sides = [("nearest, original", entry["original"]), (f"nearest, this model ({which})", entry["student"])]
-            displayed.append({"prompt": entry["text"], "sides": sides})
-        found.append(Section("Nearest neighbours", [text], samples=displayed))
     return found
 
 

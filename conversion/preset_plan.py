@@ -23,9 +23,8 @@ from hf_linear_attention.conversion.plan import Plan, stock_config
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.position_extension import Extension
-from hf_linear_attention.training.data.file_checks import check_retrieval_file
-from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH, check_dims
-from hf_linear_attention.training.data.sentence_files import sentence_files
+from hf_linear_attention.training.data.pooling import pooling_of
+from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH
 from hf_linear_attention.training.presets import (
     EPOCHS,
     Preset,
@@ -81,18 +80,16 @@ def check_training_options(arguments: ConversionArguments) -> None:
         raise UsageError(*problems)
 
 
-def check_measuring(arguments: MeasuringArguments, task: str, folder: Path, config: Mapping[str, Any]) -> None:
+def check_measuring(arguments: MeasuringArguments, task: str, folder: Path) -> None:
     """Check the options of what is measured against the model, before any work.
 
     Args:
         arguments: the options.
         task: what the model is for.
         folder: where the files of sentence-transformers are.
-        config: the content of config.json.
 
     Raises:
-        UsageError: for options that have no effect for this task, or a file, a prompt or a number of dimensions that
-            cannot be used.
+        UsageError: for options that have no effect for this task, or a file or a pooling that cannot be used.
     """
     facts = facts_of(type(arguments))
     tasks = {name: facts[name].tasks for name in sorted(changed_options(arguments))}
@@ -107,13 +104,7 @@ def check_measuring(arguments: MeasuringArguments, task: str, folder: Path, conf
         return
     if arguments.pairs_file is not None:
         check_pairs_file(arguments.pairs_file)
-    if arguments.retrieval_file is not None:
-        check_retrieval_file(arguments.retrieval_file)
-    files = sentence_files(str(folder))
-    for name in ("prompt_name", "query_prompt_name", "document_prompt_name"):
-        files.prompt(name, getattr(arguments, name))
-    if config.get("hidden_size") is not None:
-        check_dims(arguments.matryoshka_dims, config["hidden_size"])
+    pooling_of(str(folder))  # refuses one of another kind
 
 
 def preset_settings(
@@ -176,7 +167,7 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
     _check_task(plan, sorted(load_preset(str(arguments.preset)).stages), str(arguments.preset))
     # --dry_run needs no output folder, because nothing is written
     output = output_dir or Path("OUT")
-    check_measuring(arguments, str(plan.head.task), source.root, plan.config.to_dict())
+    check_measuring(arguments, str(plan.head.task), source.root)
     options = _options(arguments, source, str(plan.head.task), work_folder(output))
     given = {name: value for name, value in options.items() if value is not None}
     preset = load_preset(str(arguments.preset))
@@ -213,7 +204,7 @@ def _check_task(plan: Plan, tasks: list[str], preset: str) -> None:
         has = "there is no recipe to train it" if task is None else f"its task is {task}"
         raise UsageError(
             f"`--preset {preset}` has stages for {', '.join(tasks)}, but not for {name} ({has}). Convert without "
-            "`--preset`" + ("" if task is None else ", then train with training/finetune.py")
+            "`--preset`, then train with " + ("`Trainer` of transformers" if task is None else "training/finetune.py")
         )
     if not plan.layers:
         raise UsageError(
@@ -233,8 +224,6 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
         "max_eval_tokens": arguments.max_eval_tokens if arguments.validation_file and counts_tokens else None,
         "max_train_tokens": parse_tokens(arguments.tokens) if arguments.tokens is not None else None,
         "num_train_epochs": arguments.epochs,
-        "prompt_name": arguments.prompt_name,
-        "matryoshka_dims": arguments.matryoshka_dims,
         "seed": arguments.seed,
         "cache_teacher": arguments.cache_teacher,
         "checkpointing_steps": arguments.checkpointing_steps,

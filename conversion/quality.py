@@ -8,7 +8,7 @@ training (arXiv 2608.28444).
 - same_bytes: the window of as many bytes as the student's state, with the weights of the teacher
 - healed: the same window after the student's training: its stages and tokens
 
-Embedding models are measured by their likeness to the original, by pairs with scores and by retrieval.
+Embedding models are measured by their likeness to the original and by pairs with scores.
 """
 
 from __future__ import annotations
@@ -67,12 +67,9 @@ from hf_linear_attention.training.data.processors import (
 from hf_linear_attention.training.data.splits import load_data
 from hf_linear_attention.training.evaluation import retention
 from hf_linear_attention.training.evaluation.embeddings import (
-    at_dimensions,
     compare_embeddings,
     compare_pairs,
     embed,
-    retrieval_test,
-    with_teacher,
 )
 from hf_linear_attention.training.evaluation.retention import (
     Settings,
@@ -83,7 +80,7 @@ from hf_linear_attention.training.evaluation.retention import (
 )
 from hf_linear_attention.training.losses.teacher import learned_positions, windows_for
 from hf_linear_attention.training.models import load_student, load_teacher
-from hf_linear_attention.training.recipe import Recipe, parse_dims
+from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.run import Run, run_stages
 from hf_linear_attention.training.tasks import MESSAGES
 
@@ -125,7 +122,7 @@ def evaluate(arguments: EvaluationArguments) -> str:
     task = _task_of(folder)
     source = open_source(str(arguments.teacher_name_or_path), arguments.allow_pickle, "teacher_name_or_path")
     _check_original(source, folder, task)
-    check_measuring(arguments, task, folder, read_json(folder / "config.json"))
+    check_measuring(arguments, task, folder)
     quality = measure(folder, source, task, arguments)
     before = read_json(folder / REPORT).get("quality") if (folder / REPORT).is_file() else None
     together = with_earlier(quality, before)
@@ -231,7 +228,7 @@ def _measure_embeddings(folder: Path, source: Source, data: Options) -> dict[str
     texts = {"validation_file": data.validation_file, "max_eval_tokens": data.max_eval_tokens}
     pairs = None if data.pairs_file is None else {"validation_file": data.pairs_file, **PAIR_COLUMNS}
     recipes = [
-        data_recipe(str(folder), "embedding", source.loadable, data.trust_remote_code, **files, **data.of_embeddings)
+        data_recipe(str(folder), "embedding", source.loadable, data.trust_remote_code, **files)
         for files in (texts, pairs)
         if files is not None
     ]
@@ -593,13 +590,12 @@ def _continuation(
 def embedding_figures(
     student: PreTrainedModel, teacher: PreTrainedModel, texts: Recipe, pairs: Recipe | None = None
 ) -> dict[str, Any]:
-    """The figures of `training/evaluation/embeddings.py`, for whole embeddings and as `<name>_dim_<d>` for the first
-    `d` dimensions, and examples of nearest neighbours.
+    """The figures of `training/evaluation/embeddings.py`.
 
     If the student has more positions than its teacher, texts are as long as these, and the teacher reads windows.
 
     Args:
-        texts: a recipe that reads the held-out texts, and names the retrieval file.
+        texts: a recipe that reads the held-out texts.
         pairs: a recipe that reads pairs with scores.
     """
     tokenizer = load_tokenizer(texts)
@@ -607,28 +603,18 @@ def embedding_figures(
         if recipe is not None:
             recipe.data.max_length = _extended_length(student, teacher)
     batches = _batches(texts)  # which also completes the recipe
-    dims, length = parse_dims(texts.task_options.matryoshka_dims), texts.data.max_length or DEFAULT_MAX_LENGTH
+    length = texts.data.max_length or DEFAULT_MAX_LENGTH
     windows = windows_for(teacher, tokenizer, length)
 
     def embedded(part: Any) -> tuple[Tensor, Tensor]:
         return embed(student, part, texts.pooling), embed(teacher, part, texts.pooling, windows)
 
-    of_student, of_teacher = embedded(batches)
-    figures: dict[str, Any] = at_dimensions(lambda d: compare_embeddings(of_student[:, :d], of_teacher[:, :d]), dims)
-    figures["neighbours"] = nearest_neighbours(of_student, of_teacher, batches, tokenizer)
+    figures: dict[str, Any] = {**compare_embeddings(*embedded(batches))}
     if pairs is not None:
         batches = _batches(pairs)
         both, scores = embedded(batches), torch.cat([batch["labels"] for batch in batches]).tolist()[::2]
-        figures |= at_dimensions(lambda d: compare_pairs(both[0][:, :d], both[1][:, :d], scores), dims)
-    if (test := retrieval_test(texts, tokenizer)) is not None:
-        found = [test.figures(part) for part in embedded(test.batches(texts.optimization.per_device_eval_batch_size))]
-        figures |= with_teacher(*found)
-        figures["retrieval"] = {
-            "file": Path(str(texts.task_options.retrieval_file)).name,
-            "queries": len(test.retrieval.queries),
-            "documents": len(test.retrieval.documents),
-        }
-    return {**figures, "dims": list(dims), "max_length": length}
+        figures |= compare_pairs(*both, scores)
+    return {**figures, "max_length": length}
 
 
 def _extended_length(student: PreTrainedModel, teacher: PreTrainedModel) -> int | None:
@@ -643,31 +629,3 @@ def _batches(recipe: Recipe) -> Sequence[Batch]:
     plan = EvaluationBatches(len(examples), recipe.optimization.per_device_eval_batch_size, 0, 1)
     batches: Any = loader(Stream(examples, recipe.run.seed, shuffle=False), plan, pad_token_id(tokenizer))
     return batches
-
-
-def nearest_neighbours(
-    of_student: Tensor, of_teacher: Tensor, batches: Iterable[Batch], tokenizer: PreTrainedTokenizerBase
-) -> list[dict[str, str]]:
-    """Three texts that are spread evenly over all of them, each with its nearest other text by the original and by this
-    model.
-
-    Args:
-        of_student: the normalised embeddings of this model, `[texts, D]` in the order of the batches.
-        of_teacher: those of the original.
-    """
-    if len(of_student) < NUM_SAMPLES:
-        return []
-    places = [number * len(of_student) // NUM_SAMPLES for number in range(NUM_SAMPLES)]
-    chosen = torch.tensor(places, device=of_student.device)
-    by_teacher, by_student = (
-        (x[chosen] @ x.T).scatter(1, chosen[:, None], -math.inf).argmax(-1).tolist() for x in (of_teacher, of_student)
-    )
-    texts = [
-        str(tokenizer.decode(ids[mask.bool()], skip_special_tokens=True))[:MOST_CHARACTERS]
-        for batch in batches
-        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    ]
-    return [
-        {"text": texts[text], "original": texts[original], "student": texts[student]}
-        for text, original, student in zip(places, by_teacher, by_student, strict=True)
-    ]

@@ -46,15 +46,8 @@ LABELS = {
     "kl": "KL(original, this model), nats per token",
     "cosine": "cosine of embeddings",
     "cosine_min": "cosine of embeddings, lowest",
-    "same_neighbour": "same nearest neighbour",
     "spearman_teacher": "Spearman's correlation with the pairs' scores, the original",
     "spearman": "Spearman's correlation with the pairs' scores",
-    "recall_at_1_teacher": "recall of retrieval at 1, the original",
-    "recall_at_1": "recall of retrieval at 1",
-    "recall_at_10_teacher": "recall of retrieval at 10, the original",
-    "recall_at_10": "recall of retrieval at 10",
-    "ndcg_at_10_teacher": "nDCG of retrieval at 10, the original",
-    "ndcg_at_10": "nDCG of retrieval at 10",
 }
 # The columns of the table by position and distance.
 COLUMNS = {
@@ -323,9 +316,6 @@ def report_of(model: Any) -> dict[str, Any]:
 def quality_rows(quality: Mapping[str, Any]) -> dict[str, Any]:
     """The figures under their names."""
     rows = {text: quality[name] for name, text in LABELS.items() if quality.get(name) is not None}
-    for count in quality.get("dims", ()):
-        found = {text: quality.get(f"{name}_dim_{count}") for name, text in LABELS.items()}
-        rows |= {f"{text}, first {count:,} dimensions": value for text, value in found.items() if value is not None}
     for entry in quality.get("generation", ()):
         for name, text in GENERATION.items():
             rows[f"{text.format(**entry)}, at length {entry['length']:,}"] = entry[name]
@@ -383,11 +373,8 @@ def _notes(quality: Mapping[str, Any]) -> list[str]:
 
 
 def data_notes(quality: Mapping[str, Any]) -> list[str]:
-    """What the figures of pairs and of retrieval were measured on."""
-    notes = [f"Pairs with scores: {quality['pairs_file']}."] if quality.get("pairs_file") else []
-    if test := quality.get("retrieval"):
-        notes.append(f"Retrieval: {test['queries']:,} queries among {test['documents']:,} documents of {test['file']}.")
-    return notes
+    """What the figures of pairs were measured on."""
+    return [f"Pairs with scores: {quality['pairs_file']}."] if quality.get("pairs_file") else []
 
 
 def describe_quality(quality: Mapping[str, Any]) -> str:
@@ -437,10 +424,7 @@ def _filled(now: Any, before: Any) -> Any:
     if isinstance(now, Mapping) and isinstance(before, Mapping):
         if now.get("left_out") and not before.get("left_out"):
             return before
-        filled = {name: _filled(now.get(name), before.get(name)) for name in {**now, **before}}
-        if "dims" in filled:
-            filled["dims"] = sorted({*(now.get("dims") or ()), *(before.get("dims") or ())})
-        return filled
+        return {name: _filled(now.get(name), before.get(name)) for name in {**now, **before}}
     if _edges(now) and _edges(now) == _edges(before):
         return [_filled(*parts) for parts in zip(now, before, strict=True)]
     return before if now is None else now

@@ -38,14 +38,14 @@ from hf_linear_attention.training.distributed import (
     zero_stage,
     zero_step,
 )
-from hf_linear_attention.training.evaluation.embeddings import EmbeddingEvaluator, RetrievalTest
+from hf_linear_attention.training.evaluation.embeddings import EmbeddingEvaluator
 from hf_linear_attention.training.evaluation.evaluator import Evaluator, Generation, Selection
 from hf_linear_attention.training.evaluation.recall import RecallProbe
 from hf_linear_attention.training.losses.objectives import LOSS, Objective, StudentWithObjectives
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.losses.teacher_cache import CachedTeacher, HiddenStates, Kind, Logits, open_cache
 from hf_linear_attention.training.models import freeze, parameter_groups
-from hf_linear_attention.training.recipe import Recipe, parse_dims
+from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tracking import MetricsFile
 
 
@@ -67,7 +67,6 @@ class RunContext:
     pad_token_id: int
     validation: Stream | None
     metrics: MetricsFile
-    retrieval: RetrievalTest | None = None
     recall: RecallProbe | None = None
     known: dict[str, float] = field(default_factory=dict)  # figures of the student before training, if already measured
 
@@ -106,15 +105,7 @@ class RunContext:
             )
         if self.teacher is None:
             raise RuntimeError("an embedding model is compared with its teacher, but there is no teacher")
-        dims = parse_dims(recipe.task_options.matryoshka_dims)
-        return EmbeddingEvaluator(
-            self.accelerator,
-            self.teacher,
-            recipe.pooling,
-            dims,
-            self.retrieval,
-            recipe.optimization.per_device_eval_batch_size,
-        )
+        return EmbeddingEvaluator(self.accelerator, self.teacher, recipe.pooling)
 
     def _generation(self) -> Generation | None:
         options = self.recipe.task_options

@@ -26,7 +26,7 @@ from hf_linear_attention._common.options import (
     facts_of,
     option,
 )
-from hf_linear_attention.training.data.sentence_files import Pooling, SentenceFiles, sentence_files
+from hf_linear_attention.training.data.pooling import Pooling, pooling_of
 from hf_linear_attention.training.tasks import (
     CACHED,
     CLASSIFICATION,
@@ -124,39 +124,6 @@ GENERATING = tuple(name for name, task in TASKS.items() if task.generates)
 class TaskArguments:
     """How the rows of some tasks become examples, and what their evaluations generate."""
 
-    retrieval_file: str | None = incomparable(
-        "Queries and documents for figures of retrieval: .jsonl, .csv, .tsv or .parquet with the columns `query` and "
-        "`document` (docs/data.md).",
-        None,
-        needs=EVALUATION_DATA,
-        tasks=("embedding",),
-        is_path=True,
-    )
-    prompt_name: str | None = shared(
-        "Prompt of a sentence-transformers model that stands before every text of the data; default: its "
-        "default_prompt_name.",
-        None,
-        tasks=("embedding",),
-    )
-    query_prompt_name: str | None = incomparable(
-        "Prompt before the queries of retrieval_file; default: `query`, if there is one.",
-        None,
-        needs=("retrieval_file",),
-        tasks=("embedding",),
-    )
-    document_prompt_name: str | None = incomparable(
-        "Prompt before the documents of retrieval_file; default: `document`, `passage` or `corpus`.",
-        None,
-        needs=("retrieval_file",),
-        tasks=("embedding",),
-    )
-    matryoshka_dims: str | None = warned(
-        "Numbers of first dimensions, such as 256,128,64, at which embeddings are evaluated too, and which "
-        "embedding_weight averages with whole embeddings; default: `matryoshka_dimensions` of config.json.",
-        None,
-        tasks=("embedding",),
-        for_evaluation=True,
-    )
     predict_with_generate: bool = incomparable(
         "In evaluations, also generate texts (greedily), and compare them with the targets and the teacher's; of "
         "conversations, count the answers that end.",
@@ -425,19 +392,15 @@ DEFAULTS = {entry.name: entry.default for group in GROUPS for entry in fields(gr
 # Options that there are no more, and what to do instead.
 _BY_TRAINER = "train this head with `Trainer` of transformers (docs/data.md, Heads without a task)"
 _TASKS = ("ctc", "speech_seq2seq", "question_answering", "token_classification")
-REMOVED: dict[str, str] = {**{f"task {name}": _BY_TRAINER for name in _TASKS}, "audio_column_name": _BY_TRAINER}
-
-
-def parse_dims(text: str | None) -> tuple[int, ...]:
-    """The numbers of dimensions in a text such as `256,128,64`; none for None.
-
-    Raises:
-        ValueError: if a part of `text` is not a whole number above 0.
-    """
-    parts = [] if text is None else [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"`--matryoshka_dims {text}`: give numbers of dimensions, such as 256,128,64")
-    return tuple(int(part) for part in parts)
+REMOVED: dict[str, str] = {
+    **{f"task {name}": _BY_TRAINER for name in _TASKS},
+    "audio_column_name": _BY_TRAINER,
+    "retrieval_file": "sentence-transformers evaluates the trained model (docs/tutorials/embeddings.md)",
+    **dict.fromkeys(
+        ("prompt_name", "query_prompt_name", "document_prompt_name"), "write the prompts into the texts of the data"
+    ),
+    "matryoshka_dims": "leave it out: whole embeddings are trained",
+}
 
 
 @dataclass
@@ -476,21 +439,9 @@ class Recipe:
         return unit_of(self.model.task)
 
     @property
-    def sentence_files(self) -> SentenceFiles:
-        """What the files of sentence-transformers beside the model say, for embeddings of texts."""
-        if self.model.task != "embedding":
-            return SentenceFiles(self.model.model_name_or_path)
-        return sentence_files(self.model.model_name_or_path)
-
-    @property
     def pooling(self) -> Pooling:
-        """How hidden states become an embedding."""
-        return self.sentence_files.pooling
-
-    @property
-    def text_prompt(self) -> str:
-        """What stands before every text of an embedding model that is neither a query nor a document."""
-        return self.sentence_files.text_prompt(self.task_options.prompt_name)
+        """How hidden states become an embedding: as the files of sentence-transformers beside the model say."""
+        return pooling_of(self.model.model_name_or_path) if self.model.task == "embedding" else "mean"
 
     @property
     def output_dir(self) -> Path:

@@ -27,7 +27,6 @@ from hf_linear_attention._common.options import (
 )
 from hf_linear_attention.training.data.file_checks import (
     SUFFIXES,
-    check_retrieval_file,
     column_instead,
     file_problems,
     folder_files,
@@ -49,16 +48,14 @@ from hf_linear_attention.training.recipe import (
     TEACHER_WEIGHTS,
     TRANSFER_WEIGHTS,
     Recipe,
-    parse_dims,
 )
-from hf_linear_attention.training.tasks import RETRIEVAL, missing_library, needs
+from hf_linear_attention.training.tasks import missing_library, needs
 from hf_linear_attention.training.tracking import tracker_problems
 
 
 # What some figures need; if they are of texts, only where texts can be generated.
 NEEDED_BY = {
     "spearman": "text_pair_column_name",
-    **dict.fromkeys(RETRIEVAL, "retrieval_file"),
     **dict.fromkeys(("exact_match", "f1", "same_text"), "predict_with_generate"),
 }
 WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
@@ -96,7 +93,7 @@ def find_problems(recipe: Recipe) -> list[str]:
         _schedule,
         _folder,
         _selection,
-        _texts,
+        _pattern,
         tracker_problems,
         _modes,
     )
@@ -133,11 +130,6 @@ def _files(recipe: Recipe) -> Iterator[str]:
         else:
             columns = wanted_columns(recipe, name.removesuffix("_file"))
             yield from option_problems(name, path, columns, column_instead(recipe))
-    if recipe.task_options.retrieval_file is not None:
-        try:
-            check_retrieval_file(recipe.task_options.retrieval_file)
-        except UsageError as error:
-            yield from error.problems
     if data.dataset_name is not None and data.train_file is not None:
         yield "`--dataset_name` and `--train_file` exclude each other; give only one of them"
     if not recipe.has_training and data.validation_file is None:
@@ -250,13 +242,9 @@ def _folder(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _texts(recipe: Recipe) -> Iterator[str]:
-    """Check the text that names several numbers, and the regular expression."""
+def _pattern(recipe: Recipe) -> Iterator[str]:
+    """Check the regular expression."""
     pattern = recipe.model.freeze_pattern
-    try:
-        parse_dims(recipe.task_options.matryoshka_dims)
-    except ValueError as error:
-        yield str(error)
     try:
         re.compile(pattern or "")
     except re.error as error:

@@ -47,7 +47,6 @@ from hf_linear_attention.training.data.processors import (
 )
 from hf_linear_attention.training.data.splits import load_data
 from hf_linear_attention.training.distributed import load_whole, start_processes, uses_deepspeed
-from hf_linear_attention.training.evaluation.embeddings import retrieval_test
 from hf_linear_attention.training.evaluation.recall import RecallProbe
 from hf_linear_attention.training.loop import RunContext, TrainingLoop, hidden_layers_of
 from hf_linear_attention.training.losses.objectives import Objective, build_objectives
@@ -110,7 +109,6 @@ def _run(
         pad_token_id(processor),
         None if data.validation is None else stream_of(data.validation, recipe, processor, shuffle=False),
         MetricsFile(recipe.output_dir, accelerator.is_main_process, resumed_step),
-        retrieval=retrieval_test(recipe, processor),
         recall=recall_probe(recipe, processor, student.config, data.validation or data.train),
         known=known,
     )

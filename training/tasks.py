@@ -52,7 +52,6 @@ class Task:
 LANGUAGE = ("nats_per_token", "perplexity")
 CLASSES = ("accuracy", "f1")
 EMBEDDINGS = ("cosine", "cosine_min")
-RETRIEVAL = ("recall_at_1", "recall_at_10", "ndcg_at_10")
 GENERATED_TEXTS = ("exact_match", "f1", "same_text")
 
 TASKS: dict[str, Task] = {
@@ -61,7 +60,7 @@ TASKS: dict[str, Task] = {
     ),
     "masked_lm": Task("AutoModelForMaskedLM", "text", "tokens", LANGUAGE, reads_running_text=True, compares=False),
     "sequence_classification": Task("AutoModelForSequenceClassification", "text", "inputs", CLASSES),
-    "embedding": Task("AutoModel", "text", None, (*EMBEDDINGS, "spearman", *RETRIEVAL), reads_running_text=True),
+    "embedding": Task("AutoModel", "text", None, (*EMBEDDINGS, "spearman"), reads_running_text=True),
     "image_classification": Task("AutoModelForImageClassification", "images", "inputs", CLASSES),
     "image_embedding": Task("AutoModel", "images", None, EMBEDDINGS),
     "seq2seq_lm": Task(
@@ -77,6 +76,7 @@ TASKS: dict[str, Task] = {
 TEXT_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "text")
 IMAGE_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "images")
 CLASSIFICATION = tuple(name for name, task in TASKS.items() if task.logits == "inputs")
+UNITS = {"text": "tokens", "images": "images"}  # what is counted of each kind of inputs
 MESSAGES = "messages"  # the column of conversations, for causal_lm
 # Every row of these has the same inputs whenever it is read, and the same length for student and teacher.
 CACHED = ("causal_lm", "embedding")
@@ -84,19 +84,18 @@ CACHED = ("causal_lm", "embedding")
 
 def unit_of(task: str) -> str:
     """The unit in which the amount of training for a task is counted."""
-    return "tokens" if task in TEXT_TASKS else "images"
+    return UNITS[TASKS[task].inputs]
 
 
 # The libraries of the extra `eval`, which compute some of the figures; without them, those figures are left out.
 INSTALL = 'install it with `pip install "hf-linear-attention[eval]"`'
 # By the names under which Python imports them.
-PACKAGES = {"scipy": "scipy", "sentence_transformers": "sentence-transformers", "sklearn": "scikit-learn"}
-_OF_FIGURES = {"spearman": "scipy", **dict.fromkeys(RETRIEVAL, "sentence_transformers")}
+PACKAGES = {"scipy": "scipy", "sklearn": "scikit-learn"}
 
 
 def missing_library(task: str, figure: str) -> str | None:
     """The library that a figure of a task needs and that is not installed, or None."""
-    library = "sklearn" if figure == "f1" and task in CLASSIFICATION else _OF_FIGURES.get(figure)
+    library = {"spearman": "scipy", "f1": "sklearn" if task in CLASSIFICATION else None}.get(figure)
     return None if library is None or _is_installed(library) else library
 
 

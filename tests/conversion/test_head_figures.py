@@ -7,13 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from architectures import tiny_model
 from checkpoints import tiny_tokenizer
 from matrix import stock_model
 
 from hf_linear_attention import convert
-from hf_linear_attention.conversion.quality import continuations, nearest_neighbours
+from hf_linear_attention.conversion.quality import continuations
 from hf_linear_attention.conversion.verification import head_figures, one_input
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
@@ -87,20 +86,3 @@ def test_continuations_end_where_the_first_token_differs():
         assert sample["same"] == ""
         assert sample["original"]["first"] != sample["student"]["first"]
     assert continuations(teacher, teacher, stream[:4], 1, tokenizer, 48) == []
-
-
-def test_neighbours_are_the_nearest_other_texts():
-    tokenizer = tiny_tokenizer()
-    ids = torch.arange(10, 16)[:, None].repeat(1, 3)
-    batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in (ids[:4], ids[4:])]
-    texts = tokenizer.batch_decode(ids)
-    angle = torch.tensor([0.0, 0.1, 1.0, 1.2, 2.0, 2.1])
-    yours = torch.stack((angle.cos(), angle.sin()), 1)
-    mine = F.normalize(yours.flip(0), dim=-1)
-    found = nearest_neighbours(mine, yours, batches, tokenizer)
-    assert [entry["text"] for entry in found] == [texts[0], texts[2], texts[4]]
-    assert [entry["original"] for entry in found] == [texts[1], texts[3], texts[5]]
-    assert [entry["student"] for entry in found] == [texts[1], texts[3], texts[5]]
-    mine = yours[[0, 3, 5, 2, 1, 4]]
-    assert nearest_neighbours(mine, yours, batches, tokenizer)[0]["student"] == texts[4]
-    assert nearest_neighbours(mine[:2], yours[:2], batches, tokenizer) == []

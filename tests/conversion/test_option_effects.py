@@ -52,10 +52,6 @@ def folder(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_twin(folder / "embedding", "bert", "AutoModel")
     save_twin(folder / "vision", "vit", "AutoModel")
     (folder / "images.jsonl").write_text('{"image": "one.png"}\n', encoding="utf-8")
-    prompts = json.dumps({"prompts": {"ask": "Answer this question: "}})
-    (folder / "embedding" / "config_sentence_transformers.json").write_text(prompts, encoding="utf-8")
-    found = [{"query": text, "document": text[::-1]} for text in ("a loop", "a class", "a function", "import")]
-    (folder / "retrieval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
     shutil.copytree(llama, folder / "pickled")
     torch.save(LlamaForCausalLM.from_pretrained(llama).state_dict(), folder / "pickled" / "pytorch_model.bin")
     (folder / "pickled" / "model.safetensors").unlink()
@@ -89,9 +85,6 @@ def second(folder: Path) -> Options:
         "train_file": folder / "train.txt",
         "validation_file": folder / "valid.txt",
         "pairs_file": folder / "pairs.tsv",
-        "retrieval_file": folder / "retrieval.jsonl",
-        **dict.fromkeys(("prompt_name", "query_prompt_name", "document_prompt_name"), "ask"),
-        "matryoshka_dims": "4",
         "tokens": "3k",
         "epochs": 2.0,
         "max_eval_tokens": 60,
@@ -109,7 +102,6 @@ def beside(folder: Path) -> dict[str, Options]:
     """Where an option has an effect; `converted`: in the folder of a finished conversion."""
     preset = {"preset": "default", "train_file": folder / "train.txt", "dry_run": True, "num_features": 8}
     measured = {"evaluate": True, "converted": True, "validation_file": folder / "valid.txt"}
-    embedding, retrieval = {**measured, "model_name_or_path": folder / "embedding"}, folder / "retrieval.jsonl"
     images = {**preset, "model_name_or_path": folder / "vision", "train_file": folder / "images.jsonl"}
     images["attention"] = "hybrid"
     return {
@@ -121,8 +113,7 @@ def beside(folder: Path) -> dict[str, Options]:
         "seed": RANDOM,
         "preset": {**preset, "preset": None},
         **dict.fromkeys(("train_file", "tokens", "checkpointing_steps", "cache_teacher", "validation_file"), preset),
-        **dict.fromkeys(("pairs_file", "retrieval_file", "prompt_name", "matryoshka_dims"), embedding),
-        **{name: {**embedding, "retrieval_file": retrieval} for name in ("query_prompt_name", "document_prompt_name")},
+        "pairs_file": {**measured, "model_name_or_path": folder / "embedding"},
         **dict.fromkeys(("max_eval_tokens", "max_eval_length", "controls"), measured),
         "overwrite": {"converted": True},
         "allow_missing": {"model_name_or_path": folder / "lacking"},

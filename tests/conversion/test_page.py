@@ -78,7 +78,7 @@ def titles(shown: Page) -> list[str]:
     return [title for title in TITLES if title in shown.texts]
 
 
-EMBEDDINGS = {"student": None, "agreement": None, "same_neighbour": 0.9}
+EMBEDDINGS = {"student": None, "agreement": None}
 
 
 def quality(**changes) -> dict:

@@ -104,12 +104,6 @@ def cases(
     other.save_pretrained(folder / "chat_tokenizer")
     messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good morning."}]
     (folder / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
-    rows = [{"query": text, "document": text[::-1]} for text in ("a loop", "a class", "a function", "import")]
-    write_lines(folder / "retrieval.jsonl", rows)
-    shutil.copytree(bert, folder / "prompted")
-    prompts = json.dumps({"prompts": {"ask": "Answer this question: "}})
-    (folder / "prompted" / "config_sentence_transformers.json").write_text(prompts, encoding="utf-8")
-    with_prompt = {"model_name_or_path": folder / "prompted", "per_device_eval_batch_size": 1}
     half = converted(llama, mechanism="linear", layers=[0])
     images = {"train_file": pictures / "train.jsonl"}
     generated = {"task": "seq2seq_lm", "max_eval_tokens": 20}
@@ -167,9 +161,6 @@ def cases(
             "label_column_name": "other",
             "max_eval_tokens": 40,
             "generation_max_length": 3,
-            "retrieval_file": folder / "retrieval.jsonl",
-            **dict.fromkeys(("prompt_name", "query_prompt_name", "document_prompt_name"), "ask"),
-            "matryoshka_dims": "8",
             "max_grad_norm": 0.01,
             "per_device_eval_batch_size": 3,
             "max_logits_mb": 1,
@@ -181,7 +172,6 @@ def cases(
             "report_to": "tensorboard",
         },
         "beside": {
-            **dict.fromkeys(("prompt_name", "query_prompt_name", "document_prompt_name"), with_prompt),
             **dict.fromkeys(("predict_with_generate", "generation_max_length"), generated),
             "trust_remote_code": {"model_name_or_path": with_code},
             "restore_projections": {"model_name_or_path": half},
@@ -318,6 +308,6 @@ def test_an_option_of_training_does_something(name: str, cases, observe, capsys)
     check(name, cases, observe, capsys, is_trained=True)
 
 
-@pytest.mark.parametrize("name", ["max_length", "max_eval_tokens", "seed", "retrieval_file", "predict_with_generate"])
+@pytest.mark.parametrize("name", ["max_length", "max_eval_tokens", "seed", "predict_with_generate"])
 def test_an_option_of_evaluation_alone_does_something(name: str, cases, observe, capsys) -> None:
     check(name, cases, observe, capsys, is_trained=False)

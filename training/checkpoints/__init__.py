@@ -58,7 +58,7 @@ from hf_linear_attention.training.distributed import (
     whole,
     without_sharding_class,
 )
-from hf_linear_attention.training.models import ADAPTER, cast, merged_state_dict, with_dropout, written_dtype
+from hf_linear_attention.training.models import ADAPTER, cast, merged_state_dict, written_dtype
 from hf_linear_attention.training.recipe import DEFAULTS, FACTS, Recipe, RunArguments
 from hf_linear_attention.training.tracking import METRICS, plot_metrics
 
@@ -72,14 +72,13 @@ def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] 
     Args:
         weights: the whole weights of a model that is in shards (`whole_weights`).
     """
-    with with_dropout(model):
-        if weights is not None:
-            with without_sharding_class(model):
-                model.save_pretrained(folder, state_dict=weights)
-        elif any(ADAPTER in name for name, _ in model.named_parameters()):
-            model.save_pretrained(folder, state_dict=merged_state_dict(model))
-        else:
-            model.save_pretrained(folder)
+    if weights is not None:
+        with without_sharding_class(model):
+            model.save_pretrained(folder, state_dict=weights)
+    elif any(ADAPTER in name for name, _ in model.named_parameters()):
+        model.save_pretrained(folder, state_dict=merged_state_dict(model))
+    else:
+        model.save_pretrained(folder)
 
 
 def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor] | None:

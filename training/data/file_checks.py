@@ -11,18 +11,17 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hf_linear_attention._common.errors import UsageError, one_line
 from hf_linear_attention._common.reading import reading, require_file
 from hf_linear_attention.training.recipe import DataArguments, Recipe
-from hf_linear_attention.training.tasks import CLASSIFICATION, MESSAGES, missing_library, needs
+from hf_linear_attention.training.tasks import CLASSIFICATION, MESSAGES
 
 
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
-QUERY, DOCUMENT = "query", "document"  # the columns of a retrieval file
 LINES_SHOWN = 3  # the number of malformed lines that a message names
 csv.field_size_limit(sys.maxsize)  # a whole document may stand in one cell
 
@@ -65,16 +64,10 @@ def column_instead(recipe: Recipe) -> str | None:
     return MESSAGES if recipe.model.task == "causal_lm" and "text_column_name" not in recipe.given else None
 
 
-def option_problems(
-    option: str,
-    path: str,
-    columns: Mapping[str, str | None],
-    instead: str | None = None,
-    kinds: Sequence[str] = SUFFIXES,
-) -> list[str]:
+def option_problems(option: str, path: str, columns: Mapping[str, str | None], instead: str | None = None) -> list[str]:
     """One sentence for everything wrong with the file that `--option` names: its type, its path, and its content."""
-    if Path(path).suffix not in kinds:
-        return [f"`--{option} {path}`: the file must be one of {', '.join('*' + kind for kind in kinds)}"]
+    if Path(path).suffix not in SUFFIXES:
+        return [f"`--{option} {path}`: the file must be one of {', '.join('*' + kind for kind in SUFFIXES)}"]
     if not os.path.isfile(path):  # unlike `Path.is_file`, it is False in a folder that may not be read
         what = "not a file" if os.path.exists(path) else "there is no such file, or its folder may not be read"
         return [f"`--{option} {path}`: {what}; check the path"]
@@ -106,19 +99,6 @@ def file_problems(path: str, columns: Mapping[str, str | None], instead: str | N
     named = {name: f"`--{option} {name}`" if option else f"`{name}`" for name, option in columns.items()}
     rest = f"is not a column of {path}, which has {', '.join(names)}; rename a column, or name another one"
     return [f"{text} {rest}" for name, text in named.items() if name not in names]
-
-
-def check_retrieval_file(path: str) -> None:
-    """Check that `path` is a file with the two columns.
-
-    Raises:
-        UsageError: if it is not.
-    """
-    problems = option_problems("retrieval_file", path, dict.fromkeys((QUERY, DOCUMENT)), kinds=SUFFIXES[1:])
-    if (library := missing_library("embedding", "ndcg_at_10")) is not None:
-        problems.append(f"`--retrieval_file {path}` {needs(library)}")
-    if problems:
-        raise UsageError(*problems)
 
 
 @functools.lru_cache(maxsize=8)

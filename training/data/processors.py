@@ -17,7 +17,7 @@ from hf_linear_attention._common.errors import SetupError, UsageError
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.attention.transformers_internals import is_masked_lm
 from hf_linear_attention.configuration_linear_attention import is_causal_config
-from hf_linear_attention.training.recipe import Recipe, parse_dims
+from hf_linear_attention.training.recipe import Recipe
 
 
 logger = logging.getLogger(__name__)
@@ -85,39 +85,6 @@ def load_config(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
     path = path or recipe.model.model_name_or_path
     with reading(f"config.json of {path}"):
         return AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
-
-
-def check_dims(text: str | None, width: int) -> None:
-    """Check the value of `--matryoshka_dims` for embeddings of `width` dimensions.
-
-    Raises:
-        UsageError: if it does not name numbers below that.
-    """
-    try:
-        dims = parse_dims(text)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    if any(count >= width for count in dims):
-        raise UsageError(f"`--matryoshka_dims {text}`: embeddings have {width} dimensions; give fewer than that")
-
-
-def fill_dims(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Set `--matryoshka_dims`, if it was not given, to the dimensions that the config names, and check them.
-
-    Raises:
-        UsageError: if embeddings have no more dimensions than that, or are changed after the pooling.
-    """
-    options = recipe.task_options
-    named = getattr(config, "matryoshka_dimensions", None)
-    width = getattr(config.get_text_config(), "hidden_size", None)
-    if recipe.model.task != "embedding" or width is None:
-        return
-    if options.matryoshka_dims is None and named and not recipe.sentence_files.has_more:
-        options.matryoshka_dims = ",".join(str(count) for count in named if count < width) or None
-    check_dims(options.matryoshka_dims, width)
-    if options.matryoshka_dims is not None and recipe.sentence_files.has_more:
-        name = recipe.model.model_name_or_path
-        raise UsageError(f"`--matryoshka_dims`: {name} changes embeddings after their pooling; leave it out")
 
 
 def sequence_length(recipe: Recipe, processor: Processor, config: PreTrainedConfig) -> int:

@@ -6,7 +6,7 @@ import csv
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,8 @@ def folder_of(part: Part) -> Path:
     return Path(path).parent if path is not None else Path()
 
 
-def load_rows(data: DataArguments, split: str, others: Collection[str] = (MESSAGES,)) -> datasets.Dataset | None:
+def load_rows(data: DataArguments, split: str) -> datasets.Dataset | None:
     """The raw rows of `split` ("train" or "validation"), or None if there is no data for it.
-
-    Args:
-        others: the columns in use besides those that `data` names.
 
     Raises:
         DataError: if a file cannot be read, or a .jsonl has lines that are not objects.
@@ -64,7 +61,7 @@ def load_rows(data: DataArguments, split: str, others: Collection[str] = (MESSAG
             if Path(path).suffix != ".jsonl":
                 raise DataError(f"{path} cannot be read: {error.__cause__ or error}") from error
             named = (data.text_column_name, data.text_pair_column_name, data.label_column_name, data.image_column_name)
-            return _read_line_by_line(path, {*named, *others} - {None})
+            return _read_line_by_line(path, {*named, MESSAGES} - {None})
     if data.dataset_name is None:
         return None
     with reading(f"`--dataset_name {data.dataset_name}`", "give a folder or the name of a data set"):

@@ -9,7 +9,7 @@ from typing import Any
 from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.images import check_images, image_examples
 from hf_linear_attention.training.data.packing import Examples, Part
-from hf_linear_attention.training.data.processors import Processor, fill_dims, load_config, sequence_length
+from hf_linear_attention.training.data.processors import Processor, load_config, sequence_length
 from hf_linear_attention.training.data.rows import label_names, load_rows, path_of
 from hf_linear_attention.training.data.texts import (
     build_examples,
@@ -86,9 +86,8 @@ def load_data(recipe: Recipe, processor: Processor) -> Splits:
     Raises:
         TrainingError: if a split holds nothing that can be used.
     """
-    reader, config = READERS.get(recipe.model.task, TEXT), load_config(recipe)
-    fill_dims(recipe, config)
-    max_length = sequence_length(recipe, processor, config)
+    reader = READERS.get(recipe.model.task, TEXT)
+    max_length = sequence_length(recipe, processor, load_config(recipe))
     parts = _read(recipe, processor, max_length, reader.check)
     classes = _classes(recipe, parts) if reader.has_classes else None
     examples: dict[str, Any] = {part.split: reader.examples(replace(part, classes=classes)) for part in parts}

@@ -172,11 +172,9 @@ def build_examples(part: Part) -> Examples:
     labels: list[Any] | None = None
     if task == "sequence_classification":
         labels = class_labels(part)
-    elif task == "embedding":
-        if pairs is not None:  # every text of a pair is embedded separately
-            labels = pair_scores(part)
-            texts, pairs = [text for pair in zip(texts, pairs, strict=True) for text in pair], None
-        texts = [recipe.text_prompt + text for text in texts]
+    elif task == "embedding" and pairs is not None:  # every text of a pair is embedded separately
+        labels = pair_scores(part)
+        texts, pairs = [text for pair in zip(texts, pairs, strict=True) for text in pair], None
     types = pairs is not None and "token_type_ids" in tokenizer.model_input_names
     columns = tokenize_texts(
         texts, tokenizer, pairs, return_token_type_ids=types, truncation=True, max_length=max_length

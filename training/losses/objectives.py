@@ -36,13 +36,12 @@ from hf_linear_attention.training.losses.output_layer import MEGABYTES, ByRow, R
 from hf_linear_attention.training.losses.outputs import (
     Outputs,
     StudentOutputs,
-    cosines_at,
     hidden_states_of,
     pooled,
     run_model,
     scored_logits,
 )
-from hf_linear_attention.training.recipe import Recipe, parse_dims
+from hf_linear_attention.training.recipe import Recipe
 
 
 class Objective:
@@ -148,16 +147,12 @@ class HiddenState(Objective):
 
 
 class Embedding(Objective):
-    """1 - cosine similarity of the embeddings, which are pooled as the files of sentence-transformers say.
-
-    With `--matryoshka_dims`, the mean of those of whole embeddings and of embeddings cut to these dimensions.
-    """
+    """1 - cosine similarity of the embeddings, which are pooled as the files of sentence-transformers say."""
 
     needs_hidden_states = needs_teacher = True
 
     def __init__(self, recipe: Recipe) -> None:
         self.pooling = recipe.pooling
-        self.dims = parse_dims(recipe.task_options.matryoshka_dims)
 
     def units(self, batch: Batch) -> Tensor:
         """Number of sequences, a long scalar."""
@@ -168,7 +163,7 @@ class Embedding(Objective):
         mine, yours = _hidden_pairs(student, teacher)[-1]
         mask = token_weights(batch, mine.shape[1]) > 0
         mine, yours = (pooled(hidden, mask, self.pooling) for hidden in (mine, yours))
-        return (1 - cosines_at(mine, yours, self.dims)).mean(0).sum()
+        return (1 - F.cosine_similarity(mine, yours, dim=-1)).sum()
 
 
 def _error_sums(mine: tuple[Tensor, ...], yours: tuple[Tensor, ...], batch: Batch, is_decoder: bool) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from hf_linear_attention._common.special_tokens import special_token
 from hf_linear_attention.attention_observation import ObservedAttention
 from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.data.packing import IGNORED
-from hf_linear_attention.training.data.sentence_files import Pooling
+from hf_linear_attention.training.data.pooling import Pooling
 from hf_linear_attention.training.losses.divergence import LogitRows
 from hf_linear_attention.training.tasks import LogitsOf
 
@@ -63,12 +62,6 @@ def pooled(hidden: Tensor, attention_mask: Tensor, pooling: Pooling = "mean") ->
     if pooling == "max":
         return hidden.float().masked_fill(~mask.unsqueeze(-1), -torch.inf).amax(1)
     return mean_pooled(hidden, attention_mask)
-
-
-def cosines_at(mine: Tensor, yours: Tensor, dims: Sequence[int]) -> Tensor:
-    """The cosine similarities [1 + len(dims), B] of embeddings [B, D], whole and cut to each number of dimensions."""
-    counts = [mine.shape[-1], *dims]
-    return torch.stack([F.cosine_similarity(mine[:, :count], yours[:, :count], dim=-1) for count in counts])
 
 
 def run_model(model: nn.Module, batch: Batch, layers: str | None) -> Any:
