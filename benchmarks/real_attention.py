@@ -40,11 +40,6 @@ class Heads(NamedTuple):
         return LayerShape(num_heads, num_heads, head_dim, layer, length)
 
 
-def read_text(file: str | None) -> str:
-    """The text in a file; by default Python's documentation."""
-    return Path(file).read_text(encoding="utf-8") if file else documentation()
-
-
 def documentation() -> str:
     """Some 400,000 characters of real English on every machine: the topics of Python's `help()`.
 

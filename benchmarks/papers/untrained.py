@@ -1,7 +1,6 @@
 """What mechanisms are worth before any training, on the heads of the real MiniLM (Python's documentation, 512 tokens).
 
     python -m benchmarks.papers.untrained
-    python -m benchmarks.papers.untrained --text_file corpus.txt
 
 Errors are relative errors of the head outputs to softmax, means over layers and heads. The tables:
 
@@ -32,9 +31,9 @@ from benchmarks.common import ROOT, Table, parse, save, table
 from benchmarks.real_attention import (
     Heads,
     build_mechanism,
+    documentation,
     mechanism_output,
     minilm_heads,
-    read_text,
     relative_errors,
 )
 from hf_linear_attention.features.maps import elu_plus_one
@@ -178,9 +177,9 @@ def both(layers: list[Heads], sizes: list[int]) -> Table:
 def main(argv: list[str] | None = None) -> None:
     """Measure all tables."""
     quick = {"texts": 1, "length": 160, "sizes": [16, 64], "draws": 2}
-    defaults = {"texts": 5, "length": 512, "sizes": [32, 64, 128, 256, 512, 1024], "draws": 15, "text_file": None}
+    defaults = {"texts": 5, "length": 512, "sizes": [32, 64, 128, 256, 512, 1024], "draws": 15}
     arguments = parse(__doc__, argv, quick, **defaults)
-    fitting, *texts = minilm_heads(read_text(arguments.text_file), arguments.length, arguments.texts + 1)
+    fitting, *texts = minilm_heads(documentation(), arguments.length, arguments.texts + 1)
     sizes = [size for size in arguments.sizes if size < arguments.length]
     tables = [swap(texts, fitting, arguments.sizes), spectrum(texts, sizes)]
     tables += [features(8 * arguments.length, arguments.draws, 256), both(texts[0], sizes)]
