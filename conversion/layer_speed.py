@@ -95,22 +95,16 @@ def whole_model_speed(
     """The curves `reading`, of one sequence without a cache, and `writing`, of one token after so many, with caches.
 
     Args:
-        positions: the most that the teacher reads; None if it has no limit. Longer texts it reads in chunks where
-            nothing is written, which is what its users would do, and otherwise the curves end.
+        positions: the most that the teacher reads; None if it has no limit.
         writes: whether these are models that write.
     """
     generator = torch.Generator().manual_seed(0)
-    own = None if positions is None else max_length_of(student.config)
-    lengths = [length for length in _lengths(student) if own is None or length <= own]
-    chunk = max((length for length in lengths if positions is None or length <= positions), default=0)
+    lengths = [length for length in _lengths(student) if positions is None or length <= positions]
     curves: dict[str, list[dict[str, Any]]] = {"reading": [], "writing": []}
     for length in progress(lengths, "timing"):
-        if not chunk or (length > chunk and writes):
-            break
         ids = torch.randint(student.config.vocab_size, (1, length), generator=generator)
         options = {"use_cache": False} if writes else {}  # few encoders know it
-        texts = (ids, ids.view(-1, min(chunk, length)))
-        readers = [partial(_read, model, text, **options) for model, text in zip((student, teacher), texts)]
+        readers = [partial(_read, model, ids, **options) for model in (student, teacher)]
         try:
             curves["reading"].append(_point(length, readers))
         except ValueError:  # of a mechanism that has a longest input

@@ -15,7 +15,6 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import (
     BYTES,
     COUNT,
-    POSITIONS,
     SEED,
     Bounds,
     Kind,
@@ -48,6 +47,7 @@ SIZES = ("window_size", "num_sinks", "num_features", "num_exact_keys")
 _OF_EMBEDDINGS = ("retrieval_file", "prompt_name", "query_prompt_name", "document_prompt_name", "matryoshka_dims")
 REMOVED: dict[str, str] = {
     "softmax_heads": "give `--num_exact_keys` of `--attention hybrid`, or keep whole layers with `--softmax_layers`",
+    "max_position_embeddings": "read longer texts in chunks (docs/positions.md)",
     **{name: OF_FINETUNE[name] for name in _OF_EMBEDDINGS},
 }
 
@@ -180,14 +180,6 @@ class ConversionArguments(MeasuringArguments):
         None,
         bounds=BYTES,
         group="attention",
-    )
-    max_position_embeddings: int | None = option(
-        "extend the learned positions of the model, by the old ones again and again, to inputs of this number of "
-        "tokens, with the limits of its tokenizer and of sentence-transformers (RoBERTa's config counts 2 rows "
-        "more)",
-        None,
-        bounds=POSITIONS,
-        group="source",
     )
     dtype: str = option(
         "the dtype of the weights written; auto keeps that of the checkpoint. A cast needs disk space for twice the "

@@ -134,25 +134,6 @@ def copy_sentence_files(source: Source, folder: Path) -> None:
             shutil.copytree(source.root / module["path"], folder / module["path"])
 
 
-def extend_limits(folder: Path, tokens: int) -> None:
-    """Let the tokenizer and sentence-transformers in `folder` read inputs of this number of tokens."""
-    for file, field in (("tokenizer_config.json", "model_max_length"), ("sentence_bert_config.json", "max_seq_length")):
-        if (folder / file).is_file():
-            _write_json(folder / file, {**_read_json(folder / file), field: tokens})
-    # MiniLM's own file cuts every text after 128 tokens, for those who read it without transformers.
-    path = folder / "tokenizer.json"
-    if path.is_file() and (content := _read_json(path)).get("truncation"):
-        _write_json(path, {**content, "truncation": {**content["truncation"], "max_length": tokens}})
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def _present(source: Source, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if (source.folder / name).is_file()]
 

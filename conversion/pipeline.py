@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_linear_attention import calibrate, supported_model_types
 from hf_linear_attention._common.command_line import not_essential
 from hf_linear_attention._common.devices import memory_of_machine
-from hf_linear_attention._common.errors import ConversionError, UsageError
+from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import only_writer, saving, staging
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite
 from hf_linear_attention._common.logs import progress
@@ -30,7 +30,6 @@ from hf_linear_attention.conversion.output_folder import (
     check_hub_name,
     check_output,
     copy_sentence_files,
-    extend_limits,
     save_processors,
     save_tokenizer,
     share_permissions,
@@ -58,7 +57,6 @@ from hf_linear_attention.conversion.source import Source, cast_weights, open_sou
 from hf_linear_attention.conversion.verification import verify
 from hf_linear_attention.conversion_api import with_defaults
 from hf_linear_attention.mechanisms.registry import MECHANISMS
-from hf_linear_attention.position_extension import Extension
 
 
 logger = logging.getLogger(__name__)
@@ -162,11 +160,6 @@ def _check_memory(plan: Plan) -> None:
         for name, value in entry.items()
         if type(value) is int and value > 1
     }
-    if plan.extension is not None:
-        tables = plan.extension.tables
-        new = sum(tables[t.target].new_rows * t.shape[1] for t in plan.mapped if t.target in tables)
-        needs["learned positions"] = 4 * new
-        sizes.add(f"`--max_position_embeddings {plan.extension.tokens}`")
     memory = memory_of_machine()
     for what, needed in needs.items():
         if needed > memory:
@@ -189,7 +182,7 @@ def _check_samples(arguments: ConversionArguments, plan: Plan) -> None:
 def _plan(request: Request, source: Source) -> Plan:
     """The plan, without those settings of a preset that the model does not allow."""
     arguments = request.arguments
-    options = (arguments.trust_remote_code, arguments.dtype, arguments.max_position_embeddings)
+    options = (arguments.trust_remote_code, arguments.dtype)
 
     def spread(given: Mapping[str, Any]) -> Any:
         return spread_over_layers(given, source, arguments.trust_remote_code)
@@ -243,8 +236,6 @@ def run(conversion: Conversion) -> dict[str, Any]:
         tokenizer = save_tokenizer(conversion.source, folder, arguments.trust_remote_code)
         save_processors(conversion.source, folder, arguments.trust_remote_code)
         copy_sentence_files(conversion.source, folder)
-        if plan.extension is not None:
-            extend_limits(folder, plan.extension.tokens)
         checks = None
         if not arguments.no_verify:
             logger.info("verifying")
@@ -312,12 +303,9 @@ def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTr
                 config=plan.config,
                 dtype=arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype),
                 use_safetensors=not source.is_pickled or folder != source.folder,
-                ignore_mismatched_sizes=plan.extension is not None,
                 output_loading_info=True,
             )
     model, loading = loaded
-    if plan.extension is not None:
-        _extend_tables(model, source, plan, plan.extension, {entry[0] for entry in loading["mismatched_keys"]})
     plan.confirm(set(loading["missing_keys"]))
     if not arguments.allow_missing:
         dropped = [str(tensor.source) for tensor in plan.dropped]
@@ -327,26 +315,6 @@ def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTr
         names = ", ".join(str(tensor.target) for tensor in plan.new_base)
         logger.warning("the checkpoint does not contain %s; these weights are random and need training", names)
     return model
-
-
-@torch.no_grad()
-def _extend_tables(
-    model: PreTrainedModel, source: Source, plan: Plan, extension: Extension, mismatched: Collection[str]
-) -> None:
-    """Fill the tables of positions, which could not be loaded, from the shorter ones of the source.
-
-    Args:
-        mismatched: the names of the tensors that were not loaded because of their shape.
-
-    Raises:
-        ConversionError: if another tensor was not loaded.
-    """
-    names = {str(tensor.target): str(tensor.source) for tensor in plan.mapped if tensor.target in extension.tables}
-    if other := set(mismatched) - set(names):
-        raise ConversionError(f"`{min(other)}` of {source.name} does not have the shape that the model needs")
-    for target, name in names.items():
-        place = model.get_parameter(target)
-        place.copy_(extension.weight(target, source.read(name), place))
 
 
 def needs_calibration(plan: Plan) -> bool:

@@ -35,7 +35,6 @@ from hf_linear_attention.modeling_linear_attention import (
     linear_model_class,
     self_attention_modules,
 )
-from hf_linear_attention.position_extension import Extension, plan_extension
 from hf_linear_attention.training.recipe import MECHANISM
 
 
@@ -97,8 +96,7 @@ class Plan:
     """The whole conversion.
 
     `model` is the converted model on the meta device. `tied` tensors are shared with a mapped tensor and are not
-    stored. `extension` is that of the learned positions. `num_bounded` layers keep softmax with a
-    sliding window or chunks of their own.
+    stored. `num_bounded` layers keep softmax with a sliding window or chunks of their own.
     """
 
     model: PreTrainedModel
@@ -111,7 +109,6 @@ class Plan:
     dropped: list[TensorPlan]
     tied: list[TensorPlan]
     dropped_features: list[str]
-    extension: Extension | None = None
     num_bounded: int = 0
 
     @property
@@ -176,7 +173,6 @@ class Plan:
             "weights": self.weights["total"],
             "new weights": self.weights["new"],
             "state bytes per sequence": self.state_bytes,
-            **({} if self.extension is None else {"positions": self.extension.describe()}),
             **{f"state bytes per layer and sequence, {layers}": size for layers, size in sizes.items()},
         }
 
@@ -210,14 +206,12 @@ def make_plan(
     settings: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     trust_remote_code: bool = False,
     dtype: str = "auto",
-    positions: int | None = None,
 ) -> Plan:
     """Work out the conversion of a checkpoint.
 
     Args:
         settings: `mechanism`, `layers` and the options given, or a list of these for layers with different settings.
         dtype: the dtype of the result; `auto` is that of the checkpoint.
-        positions: the number of learned positions of the result, in tokens; None keeps those of the checkpoint.
 
     Raises:
         UsageError: if the checkpoint cannot be converted, or not with these settings.
@@ -229,15 +223,14 @@ def make_plan(
         refuse_converted(stock)
         stock_class = stock_model_class(stock)
     with reading(source.config_file, names_ours=False):
-        extension = plan_extension(stock, stock_class, positions)
-        config = convert_config(stock, changed(settings, _without_budget), extension=extension)
+        config = convert_config(stock, changed(settings, _without_budget))
         if any("state_bytes" in entry for entry in entries_of(settings)):
             sized = changed(settings, lambda entry: with_budget(entry, stock_class, stock, kept_dtype))
-            config = convert_config(stock, sized, extension=extension)
+            config = convert_config(stock, sized)
         with torch.device("meta"):
             model = linear_model_class(stock_class)(config)
     converted = linear_attention_modules(model)
-    tensors = _tensor_plans(source, model, extension)
+    tensors = _tensor_plans(source, model)
     attention = self_attention_modules(model)
     names = list(attention)
     if any(entry["cross_attention"] for entry in entries_of(config.linear_attention)):
@@ -253,7 +246,6 @@ def make_plan(
         ),
         dropped_features=_dropped_features(model, {names.index(name): module for name, module in converted.items()}),
         **tensors,
-        extension=extension,
         num_bounded=sum(is_bounded(x) for x in attention.values() if x not in set(converted.values())),
     )
 
@@ -327,13 +319,10 @@ def _dtype_of(dtype: str, source: Source) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def _tensor_plans(source: Source, model: PreTrainedModel, extension: Extension | None) -> dict[str, list[TensorPlan]]:
+def _tensor_plans(source: Source, model: PreTrainedModel) -> dict[str, list[TensorPlan]]:
     expected = model.state_dict()
     targets = loaded_names(source.tensors, model, expected)
-    shapes = {name: tensor.shape for name, tensor in expected.items()}
-    for name, table in () if extension is None else extension.tables.items():
-        shapes[name] = torch.Size((table.rows, shapes[name][1]))
-    _refuse_other_shapes(source, targets, shapes)
+    _refuse_other_shapes(source, targets, {name: tensor.shape for name, tensor in expected.items()})
     mapped: list[TensorPlan] = []
     dropped: list[TensorPlan] = []
     for name, info in source.tensors.items():

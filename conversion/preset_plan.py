@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,12 @@ from hf_linear_attention.conversion.options import (
 from hf_linear_attention.conversion.plan import Plan, stock_config
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.default_settings import direction_of
-from hf_linear_attention.position_extension import Extension
 from hf_linear_attention.training.data.pooling import pooling_of
 from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH
 from hf_linear_attention.training.presets import (
     EPOCHS,
     Preset,
-    Stage,
     fit_to,
-    is_transfer,
     load_preset,
     preset_names,
     settings_for,
@@ -173,29 +170,9 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
     preset = load_preset(str(arguments.preset))
     check_stages(preset, given)
     preset = fit_to(preset, plan.model)
-    if plan.extension is not None and plan.head.task == "embedding":
-        preset = with_long_texts(preset, plan.extension)
     if unit_of(str(plan.head.task)) == "tokens":
         given = {"max_train_tokens": preset.tokens, **given}
     return Training(preset, given, output, arguments.controls == "healed")
-
-
-def with_long_texts(preset: Preset, extension: Extension) -> Preset:
-    """The preset, whose stages for embedding models train on texts as long as the extended positions.
-
-    Attention transfer stays as it is within the original's length, because its softmax teacher has no positions beyond.
-    Batches of the other stages have as many tokens as before.
-    """
-
-    def longer(stage: Stage) -> Stage:
-        if is_transfer(stage):
-            return replace(stage, options={**stage.options, "max_length": min(extension.before, DEFAULT_MAX_LENGTH)})
-        texts = stage.options.get("per_device_train_batch_size", 1) * DEFAULT_MAX_LENGTH // extension.tokens
-        options = {"max_length": extension.tokens, "per_device_train_batch_size": max(1, texts)}
-        return replace(stage, options={**stage.options, **options})
-
-    stages = [longer(stage) for stage in stages_of(preset, "embedding")]
-    return replace(preset, stages={**preset.stages, "embedding": stages})
 
 
 def _check_task(plan: Plan, tasks: list[str], preset: str) -> None:

@@ -78,7 +78,6 @@ from hf_linear_attention.training.evaluation.retention import (
     generation_figures,
     separate_windows,
 )
-from hf_linear_attention.training.losses.teacher import learned_positions, windows_for
 from hf_linear_attention.training.models import load_student, load_teacher
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.run import Run, run_stages
@@ -592,22 +591,15 @@ def embedding_figures(
 ) -> dict[str, Any]:
     """The figures of `training/evaluation/embeddings.py`.
 
-    If the student has more positions than its teacher, texts are as long as these, and the teacher reads windows.
-
     Args:
         texts: a recipe that reads the held-out texts.
         pairs: a recipe that reads pairs with scores.
     """
-    tokenizer = load_tokenizer(texts)
-    for recipe in (texts, pairs):
-        if recipe is not None:
-            recipe.data.max_length = _extended_length(student, teacher)
     batches = _batches(texts)  # which also completes the recipe
     length = texts.data.max_length or DEFAULT_MAX_LENGTH
-    windows = windows_for(teacher, tokenizer, length)
 
     def embedded(part: Any) -> tuple[Tensor, Tensor]:
-        return embed(student, part, texts.pooling), embed(teacher, part, texts.pooling, windows)
+        return embed(student, part, texts.pooling), embed(teacher, part, texts.pooling)
 
     figures: dict[str, Any] = {**compare_embeddings(*embedded(batches))}
     if pairs is not None:
@@ -615,12 +607,6 @@ def embedding_figures(
         both, scores = embedded(batches), torch.cat([batch["labels"] for batch in batches]).tolist()[::2]
         figures |= compare_pairs(*both, scores)
     return {**figures, "max_length": length}
-
-
-def _extended_length(student: PreTrainedModel, teacher: PreTrainedModel) -> int | None:
-    """The number of learned positions of the student if it has more than its teacher, otherwise None."""
-    of_student, of_teacher = (learned_positions(model) for model in (student, teacher))
-    return of_student if of_student is not None and of_teacher is not None and of_student > of_teacher else None
 
 
 def _batches(recipe: Recipe) -> Sequence[Batch]:

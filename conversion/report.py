@@ -140,7 +140,6 @@ def describe(plan: Plan, source: Source) -> str:
         f"{source.name}",
         _line("class", f"{plan.stock_class.__name__} -> {plan.linear_class.__name__}"),
         *(_line("attention", _attention_text(entry, plan.num_layers)) for entry in entries),
-        *([] if plan.extension is None else [_line("positions", plan.extension.describe())]),
         _line("tensors", tensors),
         _line("weights", f"{plan.weights['total']:,}, of which {plan.weights['new']:,} are new"),
     ]
@@ -218,14 +217,13 @@ def healing_lines(plan: Plan, source: Source, output_dir: str) -> list[str]:
             "The new attention is untrained, and training/finetune.py has no task for "
             f"{plan.stock_class.__name__}. Train it with transformers' Trainer (docs/data.md, Heads without a task)."
         ]
-    length = "" if plan.extension is None else f" --max_length {plan.extension.tokens}"
     script = Path(__file__).resolve().parents[1] / "training" / "finetune.py"
     command = f"{PROGRAM} finetune" if typed_name("").startswith(PROGRAM) else f"python {script}"
     return [
         "The new attention is untrained. Train it with the original as teacher:",
         f"  {command} --config {Path(str(plan.head.recipe)).stem} \\\n"
         f"    --model_name_or_path {output_dir} --teacher_name_or_path {source.loadable} \\\n"
-        f"    --train_file {plan.head.data} --output_dir {output_dir}-healed{length}",
+        f"    --train_file {plan.head.data} --output_dir {output_dir}-healed",
     ]
 
 

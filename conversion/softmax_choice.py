@@ -137,8 +137,7 @@ def plan_without(plan: Plan, source: Source, arguments: ConversionArguments, lay
 
 
 def _with_settings(settings: Any, source: Source, arguments: ConversionArguments) -> Plan:
-    options = arguments.trust_remote_code, arguments.dtype, arguments.max_position_embeddings
-    return make_plan(source, settings, *options)
+    return make_plan(source, settings, arguments.trust_remote_code, arguments.dtype)
 
 
 def _for_layers(settings: Any, layers: list[int]) -> Any:

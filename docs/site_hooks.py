@@ -17,7 +17,7 @@ from hf_linear_attention.mechanisms.options import MECHANISM_OPTIONS, Option
 
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ("conversion", "recall", "recall_bytes", "long_documents", "papers", "speed")
+RESULTS = ("conversion", "recall", "recall_bytes", "papers", "speed")
 # The file in the repository, and its page.
 PAGES = {
     "README.md": "index.md",

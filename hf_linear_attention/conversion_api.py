@@ -26,7 +26,6 @@ from .layer_ranges import is_by_layer, spread
 from .mechanisms.base import MechanismInputs
 from .mechanisms.registry import MECHANISMS
 from .modeling_linear_attention import converted_modules, linear_attention_modules, linear_model_class
-from .position_extension import Extension, plan_extension
 
 
 logger = logging.get_logger(__name__)
@@ -38,13 +37,11 @@ def convert_config(
     settings: Settings | None = None,
     *,
     model_class: type | None = None,
-    extension: Extension | None = None,
     **linear_attention: Any,
 ) -> Any:
     """The `Linear<X>Config` for a stock config; `settings` and `linear_attention` are those of `convert`.
 
     For values by layer, the layers of `model_class` are counted, by default those of the class that the config names.
-    With an `extension`, the config has its positions, but the length that the model was trained on is that of `config`.
 
     Raises:
         TypeError: for both `settings` and `linear_attention`.
@@ -59,7 +56,7 @@ def convert_config(
     refuse_own_code(type(config))
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"Model type `{model_type}` is not part of transformers, so its attention is unknown here.")
-    fields = copy.deepcopy((config if extension is None else extension.config).to_dict())
+    fields = copy.deepcopy(config.to_dict())
     for name in ("model_type", "transformers_version", "auto_map"):
         fields.pop(name, None)
     given: Any = linear_attention if settings is None else settings
@@ -140,7 +137,6 @@ def convert(
     model_class: type[PreTrainedModel] | None = None,
     from_pretrained: dict[str, Any] | None = None,
     settings: Settings | None = None,
-    max_position_embeddings: int | None = None,
     **linear_attention: Any,
 ) -> PreTrainedModel:
     """A linear copy of a pretrained model: the same base weights, and new mechanisms in the converted layers.
@@ -151,8 +147,6 @@ def convert(
         from_pretrained: further arguments of `from_pretrained` when `model` is a folder or name.
         settings: a dict to use instead of `linear_attention`; or, for layers with different settings, a list of dicts,
             each with the numbers of its `layers`.
-        max_position_embeddings: the number of tokens of the longest input, for a model with learned positions; its
-            table of positions is extended by the old ones, again and again (`position_extension.py`).
         **linear_attention: `mechanism`, `layers` and the options of the mechanism; see `LinearAttentionSettings`. The
             default is `hybrid`, and `window` for encoders (`default_settings.py`). The mechanism and its
             options may differ by layer, as in `mechanism={"0-3": "hybrid", "4-": "linear"}` and
@@ -165,15 +159,15 @@ def convert(
     Raises:
         TypeError: for a module that is not a transformers model, such as a `PeftModel`, or for both `settings` and
             `linear_attention`.
-        ValueError: for impossible settings, an architecture without convertible attention, a loaded model whose
-            weights are not those of `model_class`, or positions that cannot be extended.
+        ValueError: for impossible settings, an architecture without convertible attention, or a loaded model
+            whose weights are not those of `model_class`.
     """
     _check_arguments(model, model_class, from_pretrained)
     arguments = {"dtype": "auto", **(from_pretrained or {})}
     if isinstance(model, PreTrainedModel):
         refuse_converted(model.config)
         refuse_own_code(model_class or type(model))
-        return _converted(model, model_class or type(model), max_position_embeddings, settings, linear_attention)
+        return _converted(model, model_class or type(model), settings, linear_attention)
     hub = {
         k: arguments[k] for k in ("revision", "subfolder", "token", "cache_dir", "local_files_only") if k in arguments
     }
@@ -182,9 +176,6 @@ def convert(
     stock = AutoConfig.from_pretrained(model, **hub)
     refuse_converted(stock)
     stock_class = model_class or stock_model_class(stock)
-    if max_position_embeddings is not None:
-        original = stock_class.from_pretrained(model, **arguments)
-        return _converted(original, stock_class, max_position_embeddings, settings, linear_attention)
     config = _convert_config(stock, settings, stock_class, linear_attention)
     with converting(), _refused_sizes(config):
         loaded: Any = linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
@@ -238,19 +229,17 @@ def _convert_config(
     settings: Settings | None,
     model_class: type,
     given: Mapping[str, Any],
-    extension: Extension | None = None,
 ) -> Any:
     """`convert_config` with the default settings where no mechanism is named."""
-    further: Any = {"model_class": model_class, "extension": extension}
     is_bare = "mechanism" not in given
     may_leave_out = "layers" not in given and not is_by_layer(given) and getattr(config, "layer_types", None)
     if settings is not None or hasattr(config, "linear_attention") or not (is_bare or may_leave_out):
-        return convert_config(config, settings, **further, **given)
+        return convert_config(config, settings, model_class=model_class, **given)
     defaults = DEFAULTS[direction_of(config, bool(given.get("cross_attention")))] if is_bare else {}
     complete = {**defaults, **given}
 
     def make(settings: Any) -> Any:
-        found = convert_config(config, **further, **settings)
+        found = convert_config(config, model_class=model_class, **settings)
         with torch.device("meta"):
             linear_model_class(model_class)(copy.deepcopy(found))
         return found
@@ -314,17 +303,15 @@ def _without_refused(entry: Mapping[str, Any], error: BaseException, given: Cont
 def _converted(
     model: PreTrainedModel,
     stock_class: type[PreTrainedModel],
-    positions: int | None,
     settings: Settings | None,
     linear_attention: Mapping[str, Any],
 ) -> PreTrainedModel:
     """The linear copy of a loaded model."""
-    extension = plan_extension(model.config, stock_class, positions)
-    config = _convert_config(model.config, settings, stock_class, linear_attention, extension)
+    config = _convert_config(model.config, settings, stock_class, linear_attention)
     with torch.random.fork_rng(devices=[]), _refused_sizes(config):
         converted: Any = linear_model_class(stock_class)(config)
     _leave_out(model, converted)
-    _copy_weights(model, converted, extension)
+    _copy_weights(model, converted)
     for module in linear_attention_modules(converted).values():
         module.linear_attention.start_from(module)
     if model.can_generate():
@@ -355,10 +342,9 @@ def _leave_out(source: PreTrainedModel, target: PreTrainedModel) -> None:
                 setattr(other, name, None)
 
 
-def _copy_weights(source: PreTrainedModel, target: PreTrainedModel, extension: Extension | None = None) -> None:
+def _copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
     """Copy weights and buffers to `target`, each in its own dtype; new parameters get the dtype of `source`."""
     weights, places = source.state_dict(), target.state_dict()
-    weights = weights if extension is None else extension.weights(weights, places)
     problems = {
         f"{type(target).__name__} does not have": [name for name in weights if name not in places],
         f"{type(source).__name__} lacks": [n for n in places if n not in weights and ".linear_attention." not in n],
@@ -375,10 +361,8 @@ def _copy_weights(source: PreTrainedModel, target: PreTrainedModel, extension: E
             tensor.data = tensor.data.to(own[name].dtype if name in own else source.dtype)
     target.load_state_dict(weights, strict=False)
     for name, buffer in source.named_buffers():
-        place = target.get_buffer(name)
-        # Checkpoints do not contain it, such as rotary frequencies; numbers of positions are new in an extended model.
-        if name not in weights and (extension is None or place.shape == buffer.shape):
-            place.data = buffer.detach().to("cpu", copy=True)
+        if name not in weights:  # checkpoints do not contain it, such as rotary frequencies
+            target.get_buffer(name).data = buffer.detach().to("cpu", copy=True)
 
 
 @torch.no_grad()

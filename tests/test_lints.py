@@ -162,7 +162,7 @@ def test_the_tree_of_contributing_is_that_of_the_repository() -> None:
     assert section
     tree = "".join(re.findall(r"(?s)```\n(.*?)```", section[1]))
     names = set(re.findall(r"[\w<>]+\.py\b", tree)) | set(re.findall(r"\w+/", tree))
-    folders = (*FOLDERS, "model_cards", "tests", "docs", "csrc", "benchmarks", "examples")
+    folders = (*FOLDERS, "model_cards", "tests", "docs", "csrc", "benchmarks")
     paths = [path for name in folders for path in (ROOT / name, *(ROOT / name).rglob("*"))]
     there = {f"{path.name}/" if path.is_dir() else path.name for path in paths if "__pycache__" not in path.parts}
     patterns = {name: re.compile(re.escape(name).replace("<name>", r"\w+")) for name in names}

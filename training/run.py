@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import SetupError, TrainingError
 from hf_linear_attention._common.model_card import HISTORY, training_history
@@ -51,7 +51,7 @@ from hf_linear_attention.training.evaluation.recall import RecallProbe
 from hf_linear_attention.training.loop import RunContext, TrainingLoop, hidden_layers_of
 from hf_linear_attention.training.losses.objectives import Objective, build_objectives
 from hf_linear_attention.training.losses.outputs import run_model
-from hf_linear_attention.training.losses.teacher import Teacher, windows_for
+from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.models import (
     checkpoint_gradients,
     disable_dropout,
@@ -105,7 +105,7 @@ def _run(
         accelerator,
         processor,
         student,
-        _teacher(recipe, accelerator, student, objectives, processor),
+        _teacher(recipe, accelerator, student, objectives),
         pad_token_id(processor),
         None if data.validation is None else stream_of(data.validation, recipe, processor, shuffle=False),
         MetricsFile(recipe.output_dir, accelerator.is_main_process, resumed_step),
@@ -173,7 +173,6 @@ def _teacher(
     accelerator: Accelerator,
     student: PreTrainedModel,
     objectives: dict[str, tuple[float, Objective]],
-    processor: Processor,
 ) -> Teacher | None:
     if recipe.model.teacher_name_or_path is None:
         return None
@@ -181,12 +180,7 @@ def _teacher(
     layers = hidden_layers_of(recipe, objectives)
     if layers is None and recipe.task.logits is None:
         layers = "last"  # the evaluation compares them
-    windows = None
-    if recipe.model.task == "embedding" and isinstance(processor, PreTrainedTokenizerBase):
-        windows = windows_for(model, processor, sequence_length(recipe, processor, student.config))
-        if windows is not None:
-            logger.info("the teacher reads longer texts in overlapping windows of its %d positions", windows.size)
-    return Teacher(model.to(accelerator.device), accelerator.autocast, layers, windows)
+    return Teacher(model.to(accelerator.device), accelerator.autocast, layers)
 
 
 def _train(

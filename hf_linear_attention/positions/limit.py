@@ -83,8 +83,7 @@ class PositionLimit:
             raise ValueError(
                 f"Got an input of {length:,} tokens, but {type(module).__name__} has learned positions for "
                 f"{self.limit:,}. Cut the input (`truncation=True, max_length={self.limit}` of the tokenizer), or "
-                f"convert the original with `--max_position_embeddings {length}` or more (in Python "
-                f"`convert(..., max_position_embeddings={length})`), which extends its table of positions."
+                "read it in chunks."
             )
 
     def _positions_used(self, given: Mapping[str, Any], length: int) -> int:

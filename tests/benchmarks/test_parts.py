@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
-import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import models, real_attention, rivals, speed
-from benchmarks.papers import copy_task, long_documents, recall_bytes, recall_tasks
+from benchmarks.papers import copy_task, recall_bytes, recall_tasks
 from hf_linear_attention import convert
 from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.mechanisms.registry import MECHANISMS
@@ -221,62 +219,6 @@ def test_without_memory_hybrids_keep_their_window_and_what_is_softmax_stays():
         with recall_bytes.memory_off(student):
             found = student(tokens, use_cache=False).logits
         torch.testing.assert_close(found, convert(teacher, **left).eval()(tokens).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_mixed_documents_have_quarters_of_four():
-    texts = ["\n\n".join(f"{name}{number}" for number in range(8)) for name in "abcd"]
-    for own, text in zip(texts, long_documents.mixed(texts), strict=True):
-        parts = text.split()
-        assert parts[6:] == own.split()[6:]
-        assert len({part[0] for part in parts}) == 4
-        assert [int(part[1]) for part in parts] == list(range(8))
-
-
-def test_retrieval_counts_the_most_similar_chunk_of_every_document():
-    given = [torch.eye(4)[:1], torch.eye(4)[1:3], torch.eye(4)[3:]]
-    query = torch.tensor([0.5, 0.0, 0.8, 0.3])
-    assert long_documents.recall(given, [(1, query)]) == 1
-    assert long_documents.recall(given, [(1, query), (0, query), (2, query)], 2) == pytest.approx(2 / 3)
-
-
-def test_meetings_are_those_of_longembed(tmp_path):
-    """The transcript is the document, each summary a query; one that stands twice belongs to the first meeting."""
-    with pytest.raises(SystemExit, match=r"train has no .*QMSum"):
-        long_documents.meetings(tmp_path)
-    for split, name, answers in (("val", "a", "xz"), ("train", "c", "y"), ("train", "b", "xw")):
-        (tmp_path / "data" / "ALL" / split).mkdir(parents=True, exist_ok=True)
-        turns = [{"speaker": name, "content": "Hello ."}, {"speaker": "Chair", "content": "Bye ."}]
-        asked = [{"query": "Summarise.", "answer": answer} for answer in answers]
-        meeting = {"general_query_list": asked[:1], "specific_query_list": asked[1:], "meeting_transcripts": turns}
-        (tmp_path / "data" / "ALL" / split / f"{name}.json").write_text(json.dumps(meeting))
-    texts, queries = long_documents.meetings(tmp_path)
-    assert texts == [f"{name}: Hello .\nChair: Bye ." for name in "bca"]
-    assert queries == {"x": 0, "w": 0, "y": 1, "z": 2}
-
-
-def test_ndcg_of_one_right_document():
-    """As scikit-learn has it: the gain of a rank among the first ten."""
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(2, 3, generator=generator) for _ in range(14)]
-    queries, right = torch.randn(20, 3, generator=generator), torch.arange(20) % 14
-    found = long_documents.ndcg(given, queries, right)
-    scores = [[max(float(chunk @ query) for chunk in chunks) for chunks in given] for query in queries]
-    ranks = [sorted(row, reverse=True).index(row[own]) for row, own in zip(scores, right.tolist(), strict=True)]
-    expected = [1 / math.log2(rank + 2) if rank < 10 else 0 for rank in ranks]
-    assert 0 in expected
-    assert found.tolist() == pytest.approx(expected)
-
-
-def test_an_interval_of_paired_differences():
-    """As wide as the normal approximation says, of the differences and not of the figures."""
-    noise = torch.randn(400, generator=torch.Generator().manual_seed(0))
-    other = 10 * torch.randn(400, generator=torch.Generator().manual_seed(1))
-    found = long_documents.difference(other + noise, other)
-    mean, low, high = map(float, re.findall(r"[-+][.\d]+", found))
-    assert mean == pytest.approx(noise.mean().item(), abs=1e-3)
-    half = 1.96 * noise.std().item() / 20
-    assert (low, high) == pytest.approx((mean - half, mean + half), abs=0.01)
-    assert long_documents.difference(other, None) is None
 
 
 def test_the_demo_finds_its_texts():

@@ -7,7 +7,6 @@ import json
 from pydoc_data.topics import topics
 
 import pytest
-import torch
 from checkpoints import save_twin
 
 
@@ -76,58 +75,6 @@ def test_untrained(tmp_path):
     assert errors["cosh, orthogonal"][0] < errors["exp, orthogonal"][0]
     # phi(q) times the sum of k segment means, over phi(q) times the sum of n keys; segments are a little uneven
     assert rows(result, 3)["mean-pool, k = 16"][0] == pytest.approx(16 / 160, rel=0.05)
-
-
-@pytest.mark.benchmarks
-def test_long_documents(tmp_path):
-    result = run("papers.long_documents", tmp_path, "--models", "original", "hybrid")
-    read = rows(result)
-    ways = ("one vector", "late chunking")
-    assert {f"hybrid {state}, {way}" for state in ("untrained", "healed") for way in ways} < set(read)
-    assert len(read) == 7
-    assert all(0 <= share <= 1 for shares in read.values() for share in shares)
-    assert read["hybrid untrained, late chunking"][2] > 0.2  # of 6 documents, at random a sixth
-    assert list(rows(result, 1)) == ["chunks of 512", "softmax"]
-    assert (tmp_path / "long_documents" / "hybrid-2k-4096" / "model.safetensors").is_file()
-
-
-@pytest.mark.benchmarks
-def test_meetings(tmp_path, monkeypatch):
-    """A folder in QMSum's form, whose second pass reads what the first one kept."""
-    mechanisms = importlib.import_module("benchmarks.papers.long_documents").MECHANISMS
-    monkeypatch.setitem(mechanisms, "window", mechanisms["hybrid"])  # of the same size
-    names = sorted(topics)[:60:10]
-    for place, name in enumerate(names):
-        lines = [" ".join(line.split()) for line in topics[name].splitlines() if line.strip()][:40]
-        split = tmp_path / "QMSum" / "data" / "ALL" / ("val" if place < 2 else "train")
-        split.mkdir(parents=True, exist_ok=True)
-        answers = [{"query": "What?", "answer": line} for line in (lines[0], lines[-1])]
-        turns = [{"speaker": "Chair", "content": line} for line in lines]
-        meeting = {"general_query_list": answers[:1], "specific_query_list": answers[1:], "meeting_transcripts": turns}
-        (split / f"{name.replace('/', ' ')}.json").write_text(json.dumps(meeting))
-    words = ["--models", "original", "hybrid", "window", "--tokens", "0", "--qmsum", tmp_path / "QMSum"]
-    result = run("papers.long_documents", tmp_path / "out", *words, "--native_layers", "1")
-    read = rows(result)
-    assert len(read) == 3 + 2 * 3
-    assert result["tables"][0]["header"][0] == "6 meetings, 12 queries"
-    # random vectors would have .55 with 6 documents
-    assert all(0.6 < found[0] <= 1 for found in read.values())
-    assert read["original, chunks of 512"][1] is None
-    assert read["hybrid untrained, one vector"][3] is not None
-    assert rows(result, 2)["its own layers"][0] > 0
-    again = run("papers.long_documents", tmp_path / "out", *words, "--rounds", "0")
-    assert again["tables"][0] == result["tables"][0]
-    run("papers.long_documents", tmp_path / "out", *words[:2], *words[4:], "--rounds", "0", "--bfloat16")
-
-    def most(name: str, other: str, way: str) -> float:
-        """The largest difference between the vectors of the meetings."""
-        files = [sorted((tmp_path / "out" / "long_documents" / folder).glob("*.pt")) for folder in (name, other)]
-        pairs = [[torch.load(file)[0] for file in pair] for pair in zip(*files, strict=True)]
-        return max(float((one[way][0] - two[way][0]).abs().max()) for one, two in pairs if isinstance(one, dict))
-
-    assert most("hybrid-untrained-without-far-0", "window-untrained-0", "late chunking") < 1e-5
-    assert most("hybrid-untrained-0", "window-untrained-0", "late chunking") > 1e-3
-    assert 1e-5 < most("original-0", "original-0-bfloat16", "chunks of 512") < 0.01
 
 
 @pytest.fixture

@@ -44,7 +44,6 @@ SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
         (["--softmax_layers", "auto:3", "--calibration_file", __file__], ["auto:3", "K must be from 1 to 2"]),
         (["--softmax_layers", "0,7"], ["[7]", "[0, 1, 2]"]),
         (["--softmax_layers", "last"], ["`--softmax_layers last`", "auto:K"]),
-        (["--max_position_embeddings", "150"], ["`llama` has no table of learned positions"]),
     ],
 )
 def test_a_bad_option_is_one_line_and_exit_code_2(llama, tmp_path, words, said):

@@ -33,7 +33,7 @@ FIGURES = ("checks", "calibration", "quality", "base_model_name")
 # A dry run shows their effect.
 PRINTED = (
     "attention", "layers", "softmax_layers", "drop", "cross_attention", "state_bytes",
-    "max_position_embeddings", "allow_pickle", "trust_remote_code",
+    "allow_pickle", "trust_remote_code",
 )  # fmt: skip
 FITTED = {**RANDOM, "features": "favor++"}
 
@@ -78,7 +78,6 @@ def second(folder: Path) -> Options:
         "layers": "0",
         "softmax_layers": "0",
         "drop": "position_bias",
-        "max_position_embeddings": 99,
         "dtype": "bfloat16",
         "calibration_file": folder / "valid.txt",
         "preset": "default",
@@ -109,7 +108,6 @@ def beside(folder: Path) -> dict[str, Options]:
         "attention": {"layers": "all"},
         "cross_attention": {"attention": "linear"},
         "calibration_file": FITTED,
-        "max_position_embeddings": {"model_name_or_path": folder / "embedding"},
         "seed": RANDOM,
         "preset": {**preset, "preset": None},
         **dict.fromkeys(("train_file", "tokens", "checkpointing_steps", "cache_teacher", "validation_file"), preset),

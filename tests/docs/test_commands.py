@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import functools
-import importlib.util
 import io
 import itertools
 import json
@@ -264,14 +263,12 @@ BY_PAGE: dict[str, Callable[[], dict[str, Any] | None]] = {
     "docs/tutorials/embeddings.md": lambda: shutil.rmtree("SRC"),  # the page makes it
     "docs/tutorials/images.md": images,
     "training/finetune.py": trained,
-    "examples/late_chunking.py": lambda: encoder("--max_position_embeddings", "4096"),
 }
 # The same for commands, by words in them.
 BY_COMMAND: dict[str, Callable[[], None]] = {
     "--layers 0,2,4-7": lambda: llama(num_hidden_layers=8),
     "0-3:hybrid,4-:linear": lambda: llama(num_hidden_layers=5),
     "--projection_size 128": encoder,
-    "--max_position_embeddings": encoder,
     "--model_name_or_path T5": t5,
     "--pairs_file": minilm,
     "--task seq2seq_lm": task("seq2seq_lm", "pairs.jsonl", "--drop", "position_bias"),
@@ -304,20 +301,13 @@ def run_main(words: list[str]) -> int | None:
     if words[1:3] == ["-m", "hf_linear_attention.training.finetune"]:
         return finetune(words[3:])
     scripts = {"conversion/convert_checkpoint.py": convert_checkpoint, "training/finetune.py": finetune}
-    if words[1] in scripts:
-        return scripts[words[1]](words[2:])
-    specification = importlib.util.spec_from_file_location("example", ROOT / words[1])
-    example = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(example)
-    return example.main(words[2:])
+    return scripts[words[1]](words[2:])
 
 
 def runs_here(words: list[str]) -> bool:
     """Whether `run_main` knows the command."""
     if words[0] == "python":
-        return words[1:3] == ["-m", "hf_linear_attention"] or bool(
-            re.match("(conversion|training|examples)/", words[1])
-        )
+        return words[1:3] == ["-m", "hf_linear_attention"] or bool(re.match("(conversion|training)/", words[1]))
     return words[0] == "hf-linear-attention" or words[:2] in (["accelerate", "launch"], ["transformers", "chat"])
 
 
@@ -420,7 +410,7 @@ def parse_chat(words: list[str]) -> None:
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like a checkout, with a decoder, its conversion, and text under all names."""
     folder = tmp_path_factory.mktemp("template")
-    for name in ("conversion", "training", "examples"):
+    for name in ("conversion", "training"):
         (folder / name).symlink_to(ROOT / name)
     with contextlib.chdir(folder):
         decoder()

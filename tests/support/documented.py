@@ -66,7 +66,7 @@ def pages() -> dict[str, str]:
     """The text of every page, and of the docstring at the head of every script; only what shows a block is needed."""
     files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     found = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
-    for folder in ("conversion", "training", "examples"):
+    for folder in ("conversion", "training"):
         for file in sorted((ROOT / folder).glob("*.py")):
             name = file.relative_to(ROOT).as_posix()
             head = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""

@@ -18,7 +18,7 @@ from hf_linear_attention.training.data.pooling import Pooling
 from hf_linear_attention.training.evaluation.evaluator import each_once
 from hf_linear_attention.training.evaluation.scores import Spearman, scored
 from hf_linear_attention.training.losses.outputs import hidden_states_of, pooled, run_model
-from hf_linear_attention.training.losses.teacher import Teacher, TeacherWindows
+from hf_linear_attention.training.losses.teacher import Teacher
 
 
 class EmbeddingEvaluator:
@@ -73,23 +73,13 @@ def embed(
     model: PreTrainedModel,
     batches: Iterable[Batch],
     pooling: Pooling = "mean",
-    windows: TeacherWindows | None = None,
 ) -> Tensor:
-    """The normalised embeddings `[texts, D]` of all texts, in the order of the batches.
-
-    Args:
-        windows: the windows in which the model reads texts that are longer than its positions.
-    """
-
-    def states(batch: Batch) -> tuple[Tensor]:
-        return (run_model(model, batch, None).last_hidden_state,)
-
+    """The normalised embeddings `[texts, D]` of all texts, in the order of the batches."""
     rows = []
     for batch in progress(batches, "measuring"):
         batch = {name: value.to(model.device) for name, value in batch.items()}
-        is_long = windows is not None and batch["input_ids"].shape[1] > windows.size
-        hidden = windows.hidden_states(states, batch) if windows is not None and is_long else states(batch)
-        rows.append(pooled(hidden[0], batch["attention_mask"], pooling))
+        hidden = run_model(model, batch, None).last_hidden_state
+        rows.append(pooled(hidden, batch["attention_mask"], pooling))
     return F.normalize(torch.cat(rows), dim=-1)
 
 
