@@ -100,10 +100,6 @@ def cases(
     other = AutoTokenizer.from_pretrained(llama_teacher)
     other.bos_token = "<mask>"  # a token that the models have embeddings for
     other.save_pretrained(folder / "tokenizer")
-    other.chat_template = "{% for message in messages %}{{ message['role'] + message['content'] }}{% endfor %}"
-    other.save_pretrained(folder / "chat_tokenizer")
-    messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good morning."}]
-    (folder / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
     half = converted(llama, mechanism="linear", layers=[0])
     images = {"train_file": pictures / "train.jsonl"}
     generated = {"task": "seq2seq_lm", "max_eval_tokens": 20}
