@@ -98,11 +98,6 @@ def medians(times: Times, unit: float = 1.0) -> dict[str, float]:
     return {name: statistics.median(values) / unit for name, values in times.items()}
 
 
-def times_as_fast(times: Times, as_what: str) -> dict[str, float]:
-    """The median over rounds of the time of `as_what` over that of each function."""
-    return {name: median_ratio(times[as_what], values) for name, values in times.items()}
-
-
 def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
     """The median over rounds of `times / others`."""
     return statistics.median(mine / other for mine, other in zip(times, others))

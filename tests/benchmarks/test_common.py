@@ -44,7 +44,6 @@ def test_functions_take_turns_and_the_first_round_does_not_count():
     assert times == {"a": [2.0, 2.0], "b": [1.0, 1.0]}
     assert len(common.times_in_turns(functions, 9, lambda: now[0], seconds=0)["a"]) == 3
     assert common.medians(times, 1e-3) == {"a": 2000, "b": 1000}
-    assert common.times_as_fast(times, "a") == {"a": 1, "b": 2}
     assert common.median_ratio([1, 2, 9], [1, 1, 1]) == 2  # of the rounds, not of the medians
 
 
