@@ -46,6 +46,8 @@ SIZES = ("window_size", "num_sinks", "num_features", "num_exact_keys")
 # Options that there are no more, and what to do instead.
 _OF_EMBEDDINGS = ("retrieval_file", "prompt_name", "query_prompt_name", "document_prompt_name", "matryoshka_dims")
 REMOVED: dict[str, str] = {
+    "far": "leave it out, or give `--attention gated_delta`",
+    "normalization": "leave it out: near and far keys share one denominator",
     "softmax_heads": "give `--num_exact_keys` of `--attention hybrid`, or keep whole layers with `--softmax_layers`",
     "max_position_embeddings": "read longer texts in chunks (docs/positions.md)",
     **{name: OF_FINETUNE[name] for name in _OF_EMBEDDINGS},

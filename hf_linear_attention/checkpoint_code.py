@@ -43,7 +43,7 @@ HEADING = "# " + "-" * 20 + " {} " + "-" * 20
 # Mechanisms whose bidirectional form consists of causal sweeps.
 SWEEPING = ("aft", "hybrid")
 MARKS = (
-    r"(?m)  # of (decoders|causal layers|encoders|cross-attention|gates|the delta rule|exact keys"
+    r"(?m)  # of (decoders|causal layers|encoders|cross-attention|gates|exact keys"
     r"|stock forms)$"
 )
 Rows = tuple[tuple[str, tuple[str, ...]], ...]
@@ -93,7 +93,6 @@ def needs_of(config: Any) -> dict[str, bool]:
         "of gates": any(entry.get("decay") == "gated" or entry.get("input_gate") for entry in entries),
         "of stock forms": any("form" in entry and entry["form"] != OWN for entry in entries),
         "of exact keys": any(entry.get("num_exact_keys") for entry in entries),
-        "of the delta rule": any(entry.get("far", "linear") != "linear" for entry in entries),
     }
 
 

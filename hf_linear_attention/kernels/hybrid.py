@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..features.maps import half_squared_norm
 from ..mechanisms.base import MechanismInputs, State
 from ..mechanisms.hybrid import SLOPE_TOKENS, HybridAttention
 from ..mechanisms.window import Line, WindowState
@@ -102,9 +101,7 @@ PLACES: dict[int, tuple[int | None, ...]] = {
 }
 
 
-def window(
-    given: Sequence[Any], scaling: float, log_decay: Tensor | None, is_scale_constant: bool
-) -> tuple[Tensor, Tensor, Tensor] | None:
+def window(given: Sequence[Any], scaling: float, log_decay: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
     """The operator `window_attention` where a graph or C takes these tensors; None leaves checked arguments to torch.
 
     Args:
@@ -117,9 +114,8 @@ def window(
         ValueError: if the shapes, dtypes or devices do not match.
     """
     query, key, value, visible, *_ = given
-    is_known = log_decay is None and (is_scale_constant or not torch.is_grad_enabled())
     if (
-        is_known
+        log_decay is None
         and not needs_plain(query)
         and (torch.compiler.is_compiling() or takes_attention(query, key, value, visible, 1))
     ):
@@ -167,7 +163,7 @@ def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: Window
     turns = _turns_of(mechanism)
     given = (
         *(query, key, value, *scores, positions if turns[0] else None, *kernel_map.key, kernel_map.query.weight),
-        *(log_decay, list(state), *(joint or (None, None)), *turns, kernel_map.function, scaling),
+        *(log_decay, list(state), *joint, *turns, kernel_map.function, scaling),
     )
     if inputs.in_place:
         parts = without_dispatcher(OPERATORS.hybrid_step_, _hybrid_step_)(*given, inputs.rows)
@@ -175,12 +171,7 @@ def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: Window
         *new, parts = without_dispatcher(OPERATORS.hybrid_step, _hybrid_step)(*given)
         state = tuple(new)
     (batch, heads), width = query.shape[:2], value.shape[-1]
-    if joint is not None:
-        near = parts[: batch * heads * width]
-    else:
-        near, near_size, largest, far, far_size = step_parts(parts, query, key, width)
-        norm = half_squared_norm(query, scaling).view(largest.shape)
-        near = mechanism.mix((near, near_size), [(far, far_size)], largest, norm)
+    near = parts[: batch * heads * width]
     return with_dtype(near.view(batch, 1, heads, width), query.dtype), state
 
 
@@ -326,7 +317,9 @@ def _hybrid_step(*given: Any) -> list[Tensor]:
     `HEDGEHOG`) and the tensors of `KernelMap`, one matrix per head, for inputs scaled by sqrt(scaling).
 
     Returns:
-        The tensors of the new state, then one float32 tensor `[B H (2 W + 3)]`, which `step_parts` splits.
+        The tensors of the new state, then one float32 tensor `[B H (2 W + 3)]`: for each query the near output (joined
+        with the far one if `log_scale` and `norm_weight` were given), its log size and its largest logit, the far
+        output and its log size.
     """
     state = [x.contiguous() for x in given[STEP_STATE]]
     new_state = [torch.empty_like(x) for x in state]
@@ -417,19 +410,6 @@ def _strides(shape: tuple[int, ...], states: tuple[int, ...]) -> bytes:
     query, key, value = query_bytes * heads * dim, key_bytes * kv_heads * dim, value_bytes * kv_heads * width
     results = (4 * heads * width, 4 * heads, 4 * heads, 4 * heads * width, 4 * heads)
     return STEP_NUMBERS.pack(query, key, value, 4 * kv_heads, 0, 4, *[0] * 9, *results, *states, *states)
-
-
-def step_parts(parts: Tensor, query: Tensor, key: Tensor, width: int) -> list[Tensor]:
-    """Split the last result of `hybrid_step` for queries `[B, H, 1, D]` and keys `[B, Hkv, 1, D]`.
-
-    Returns:
-        The near output (joined with the far one if `log_scale` and `norm_weight` were given), its log size and its
-        largest logit, the far output and its log size, each `[B, Hkv, G, 1, W or 1]`.
-    """
-    (batch, heads), kv_heads = query.shape[:2], key.shape[1]
-    columns = (width, 1, 1, width, 1)
-    found = parts.split_with_sizes([batch * heads * n for n in columns])
-    return [x.view(batch, kv_heads, heads // kv_heads, 1, n) for x, n in zip(found, columns)]
 
 
 def _fake_hybrid_step(*given: Any) -> list[Tensor]:
@@ -695,7 +675,7 @@ def hybrid(
     if line.score is not None and torch.is_grad_enabled():
         return None
     constants, kernel_map = mechanism.mix.kernel_parameters(), mechanism.feature_map.kernel_map(scaling)
-    if constants is None or kernel_map is None:
+    if kernel_map is None:
         return None
     turns: Any = (None, None)
     pairs, move = NO_PAIRS, mechanism.move_to_sinks(query, positions)

@@ -20,7 +20,7 @@ Axes: B batch, H query heads, Hkv key/value heads, N length, D head_dim, E hidde
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -85,7 +85,6 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
             shape,
             settings["num_features"] or size,
             decay=settings["decay"],
-            slopes=(INITIAL_SLOPE,) * kv_heads,
             erases=settings["erase"],
         )
         if self.is_qwen3_5:  # of stock forms
@@ -212,8 +211,8 @@ class NormalizedFeatures(nn.Module):
 class DeltaRule(nn.Module):
     """S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - (exp(g_t) S_(t-1))^T k_t)^T and o_t = scale S_t^T q_t.
 
-    q and k are features of length 1. beta and g follow from the hidden states; at the start beta is 1/2, and g is the
-    negative slope of the head. `decay` is `none`, `head` or `channel`.
+    q and k are features of length 1. beta and g follow from the hidden states; at the start beta is 1/2, and g is
+    -1/20. `decay` is `none`, `head` or `channel`.
     """
 
     def __init__(
@@ -222,8 +221,7 @@ class DeltaRule(nn.Module):
         num_features: int,
         *,
         decay: str,
-        slopes: Sequence[float],
-        erases: bool = True,
+        erases: bool,
     ) -> None:
         super().__init__()
         heads, size = shape.num_key_value_heads, hidden_size_of(shape)
@@ -233,7 +231,7 @@ class DeltaRule(nn.Module):
         self.forget = None
         if decay != "none":
             repeats, rank = (num_features, shape.head_dim) if decay == "channel" else (1, None)
-            self.forget = ForgetGate(size, [slope for slope in slopes for _ in range(repeats)], rank)
+            self.forget = ForgetGate(size, [INITIAL_SLOPE] * (heads * repeats), rank)
         self.output_scale = nn.Parameter(torch.empty(shape.num_heads, 1, 1))
 
     def reset_parameters(self, generator: torch.Generator) -> None:

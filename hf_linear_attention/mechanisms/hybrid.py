@@ -7,12 +7,7 @@
     keys   0 1 2 3 | 4 5 ......... i - w | i - w + 1 ..... i     exact: the last w real tokens and the first s
            exact      S, Z, m (constant)         exact
 
-c_i = exp(b - a scaling |q_i|^2 / 2), with b and a learned per head: constants of the query do not cancel here. The
-setting `normalization` has another form, which allows comparison with LoLCATs.
-
-With `far` = `gated_delta`, the exact part has its own denominator, and a gate per token and head mixes it with the
-output of the gated delta rule over all tokens so far (gated_delta.py): o_i = (1 - m_i) exact_i + m_i delta_i, with m =
-sigmoid(w h + b) of the hidden state h. At the start m is 1/50.
+c_i = exp(b - a scaling |q_i|^2 / 2), with b and a learned per head: constants of the query do not cancel here.
 
 With `num_exact_keys` = M, the M keys behind the window with the largest scores stay exact, and only the others are far
 keys (exact_keys.py). The score of the key at position p is w·h + r p / 64, of the hidden state h of its token. So a
@@ -28,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,13 +35,10 @@ from ..positions.rotary import (
     LearnedDecay,
     RotaryShift,
     decay_of,
-    initial_slopes,
     taken_back,
-    without_hidden,
 )
 from ..torch_kernels.attention import makes_features, map_attention, state_after
 from ..torch_kernels.blocks import (
-    EMPTY_MAXIMUM,
     EXP,
     KernelMap,
     accumulated,
@@ -58,18 +50,14 @@ from ..torch_kernels.exact_keys import NEVER, Kept, choose, chunks_of, kept_afte
 from ..torch_kernels.implementations import implemented
 from ..torch_kernels.window import Part, join, joined_output, log_size
 from .base import LayerShape, MechanismInputs, State
-from .gated_delta import DeltaRule  # of the delta rule
-from .options import LINEAR, HybridOptions
+from .options import HybridOptions
 from .token_gates import (
-    SigmoidGate,  # of the delta rule
     hidden_size_of,
     scaled,
 )
 from .window import ORDINARY, Line, WindowAttention, WindowState
 
 
-# The share of the delta rule at the start, which leaves the untrained mechanism close to the window.
-INITIAL_SHARE = 0.02
 # Parameters that attention transfer alone trains.
 SCORES = ("score_projection", "score_slope")
 # The unit of positions in scores, so that one learning rate suits the slope and w.
@@ -79,23 +67,23 @@ SLOPE_TOKENS = 64
 class HybridAttention(HybridOptions, WindowAttention):
     """Linear attention to far keys, exact softmax to a sliding window and to sink (global) tokens, in one sum.
 
-    The state consists of that of the delta rule (`[B, Hkv, F, D]`, float32), or with `far` = `linear` the sums S, Z
-    and m of the tokens that have left the window (`[B, Hkv, F, D + 2]`, float32), and the state of the window. If the
-    feature map does not see all rotary frequencies, the positions of the window are
-    kept as well, and the rotation of the other frequencies is undone when a key leaves the window.
+    The state consists of the sums S, Z and m of the tokens that have left the window (`[B, Hkv, F, D + 2]`, float32),
+    and the state of the window. If the feature map does not see all rotary frequencies, the positions of the window
+    are kept as well, and the rotation of the other frequencies is undone when a key leaves the window.
     """
+
+    has_sums = True
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
         super().__init__(settings, shape)
         self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
         self.needs_positions = self.needs_positions or self.shift is not None
-        self.feature_map: Any = None
-        self.decay: LearnedDecay | None = None
-        self.rule: Any = None
-        if settings["far"] == LINEAR:
-            self._add_linear(settings, shape)
-        else:
-            self._add_rule(settings, shape)
+        sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"])
+        self.feature_map: Any = FEATURE_MAPS[settings["feature_map"]](*sizes)
+        self.mix = JointMix(shape.num_heads)
+        decay = decay_of(settings, shape)
+        self.decay = decay if isinstance(decay, LearnedDecay) else None
+        self.keeps_positions = self.shift is not None
         self.num_exact_keys = settings["num_exact_keys"]
         self.score_projection: nn.Parameter | None = None
         self.score_slope: nn.Parameter | None = None
@@ -103,15 +91,6 @@ class HybridAttention(HybridOptions, WindowAttention):
             self._add_exact_keys(shape)
         self.joins_at_once = True  # False: the operators of the parts run one by one, so that `mix` sees them
         self.uses_far = True  # False leaves window and sinks only, to measure what the far keys contribute
-
-    def _add_linear(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
-        sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"])
-        self.feature_map = FEATURE_MAPS[settings["feature_map"]](*sizes)
-        self.mix = NORMALIZATIONS[settings["normalization"]](shape.num_heads)
-        self.has_sums, self.is_scale_constant = True, self.mix.is_scale_constant
-        decay = decay_of(settings, shape)
-        self.decay = decay if isinstance(decay, LearnedDecay) else None
-        self.keeps_positions = self.shift is not None
 
     def _add_exact_keys(self, shape: LayerShape) -> None:
         # They only choose, so nothing but attention transfer has a gradient for them, and it alone asks for one.
@@ -124,74 +103,39 @@ class HybridAttention(HybridOptions, WindowAttention):
         self.keeps_positions = self.keeps_positions or self.to_kept is not None
         self.needs_positions = self.needs_positions or self.keeps_positions
 
-    def _add_rule(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
-        self.rule = DeltaRule(
-            shape,
-            settings["num_features"] or shape.head_dim,
-            decay="none" if settings["decay"] == "none" else "head",
-            slopes=initial_slopes(settings, shape),
-        )
-        self.share = SigmoidGate(hidden_size_of(shape), shape.num_heads, INITIAL_SHARE)
-        self.needs_gates = True
-
     def reset_parameters(self) -> None:
         """Initialise the feature map, the parameters that mix near and far keys, and the decay."""
         super().reset_parameters()
-        if self.feature_map is not None:
-            self.feature_map.reset_parameters(self.generator())
-            self.mix.reset_parameters(self.feature_map)
+        self.feature_map.reset_parameters(self.generator())
+        self.mix.reset_parameters(self.feature_map)
         if self.decay is not None:
             self.decay.reset_parameters()
-        if self.rule is not None:
-            self.rule.reset_parameters(self.generator(draw=1))
-            self.share.reset_parameters()
         if self.score_projection is not None and self.score_slope is not None:
             init.zeros_(self.score_projection)
             init.ones_(self.score_slope)
 
     def gates(self, hidden_states: Tensor) -> Tensor:
-        """What the delta rule takes, and its share of the output of each query head; see `DeltaRule.gates`.
-
-        With exact keys, the scores `[B, N, Hkv]` of the keys.
-        """
-        if self.score_projection is not None:
-            hidden = scaled(hidden_states)
-            return F.linear(hidden, with_dtype(self.score_projection, hidden.dtype))
-        return torch.cat((self.rule.gates(hidden_states), self.share(scaled(hidden_states))), dim=-1)
+        """The scores `[B, N, Hkv]` of the keys, without what their positions add."""
+        hidden = scaled(hidden_states)
+        return F.linear(hidden, with_dtype(cast(Tensor, self.score_projection), hidden.dtype))
 
     def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """Window, sinks and far keys; see `AttentionMechanism.forward` and `gates`.
 
         Raises:
-            ValueError: with a delta rule, without gates or in the bidirectional form; with exact keys, without gates.
+            ValueError: with exact keys, without gates.
         """
         if self.num_exact_keys and inputs.gates is None:
             raise ValueError("`num_exact_keys` needs `gates`; compute them with the method of that name.")
-        if self.rule is None:
-            return super().forward(inputs, state)
-        if inputs.gates is None or not inputs.is_causal:
-            raise ValueError(
-                f"`far` = `{self.settings['far']}` is causal and needs `gates`; compute them with the method of that "
-                "name."
-            )
-        sums, rest = (state[0], state[1:]) if state else (None, None)
-        near, rest = super().forward(inputs._replace(in_place=False), rest)
-        gates, share = inputs.gates.tensor_split((-self.shape.num_heads,), dim=-1)
-        query, key = without_hidden(self.shift, inputs)
-        delta, sums = self.rule(inputs._replace(query=query, key=key, gates=gates), sums)
-        output = near
-        if self.uses_far:
-            exact = accumulated(near)
-            output = with_dtype(exact + share.unsqueeze(-1) * (delta.transpose(1, 2) - exact), near.dtype)
-        return output, (sums, *(rest or ()))
+        return super().forward(inputs, state)
 
     @property
     def _is_plain(self) -> bool:
         """Whether there are only a window, sinks, exact and far keys, which one kernel computes together."""
-        return self.has_sums and self.alibi is None and self.uses_far
+        return self.alibi is None and self.uses_far
 
     def _step_in_rows(self, inputs: MechanismInputs, states: State) -> Tensor | None:
-        if not self.has_sums or (self.num_exact_keys and inputs.gates is None):
+        if self.num_exact_keys and inputs.gates is None:
             return None
         found = self._step(inputs, self.read(states))
         return None if found is None else found[0]
@@ -240,9 +184,8 @@ class HybridAttention(HybridOptions, WindowAttention):
         near = torch.bmm(weights[0], values[0]).baddbmm_(weights[1], values[1])
         shape = (batch, kv_heads, heads // kv_heads, 1, -1)
         parts = [x.view(shape) for x in (near, logits.logsumexp(dim=-1, keepdim=True), far, far_size)]
-        largest = logits.amax(dim=-1, keepdim=True).view(shape)
         norm = half_squared_norm(query, scaling).view(shape)
-        output = self.mix(tuple(parts[:2]), [tuple(parts[2:])], largest, norm).view(batch, 1, heads, width)
+        output = self.mix(tuple(parts[:2]), [tuple(parts[2:])], norm).view(batch, 1, heads, width)
         position = None
         if old.position is not None:
             position = torch.cat((old.position[:, 1:], cast(Tensor, positions)), dim=1)
@@ -253,8 +196,6 @@ class HybridAttention(HybridOptions, WindowAttention):
         self, inputs: MechanismInputs, line: Line, mask: Tensor, sums: Tensor | None = None
     ) -> tuple[list[Part], Tensor | None]:
         """One part for the far keys, and then one for the exact ones; see `WindowAttention.parts_behind`."""
-        if not self.has_sums:
-            return [], None
         if self.num_exact_keys:
             return self._parts_with_exact_keys(inputs, line, mask, sums)
         key = line.key
@@ -415,7 +356,7 @@ class HybridAttention(HybridOptions, WindowAttention):
 
     def sums_behind(self, inputs: MechanismInputs, line: Line, mask: Tensor, sums: Tensor | None) -> Tensor | None:
         """The sums of `parts_behind` alone."""
-        if not self.has_sums or self.decay or self.alibi:  # a decay depends on the order of the keys
+        if self.decay or self.alibi:  # a decay depends on the order of the keys
             return super().sums_behind(inputs, line, mask, sums)
         key = line.key if self.shift is None else self.shift(accumulated(line.key), -cast(Tensor, line.position))
 
@@ -431,43 +372,21 @@ class HybridAttention(HybridOptions, WindowAttention):
             return None
         return implemented("hybrid", self, inputs, line, sinks, seen, sums)
 
-    def _joined(self, exact: Part, behind: list[Part], largest: Tensor, inputs: MechanismInputs) -> Tensor:
-        if not self.uses_far or not self.has_sums:
+    def _joined(self, exact: Part, behind: list[Part], inputs: MechanismInputs) -> Tensor:
+        if not self.uses_far:
             return exact[0]
         if self.num_exact_keys:
             exact, behind = join(exact, behind[-1]), behind[:-1]
         norm = half_squared_norm(inputs.query, inputs.scaling).unflatten(1, (exact[0].shape[1], -1))
-        return self.mix(exact, behind, largest, norm)
+        return self.mix(exact, behind, norm)
 
 
-class NearFarMix(nn.Module):
-    """Base class of the ways to combine near and far keys: `forward` returns the output `[B, Hkv, G, N, D]`.
-
-    `near` is the part of the near keys, and `far` holds one or more parts of far keys. `largest` is the largest logit
-    of the near keys, and `half_query_norm` is scaling |q|^2 / 2, both `[B, Hkv, G, N, 1]`.
-    """
-
-    # Whether the largest near logit cancels, so that it needs no gradient.
-    is_scale_constant: ClassVar[bool] = True
-
-    def reset_parameters(self, feature_map: Any) -> None:
-        """Initialise the parameters; their start may depend on the feature map of the far keys."""
-        raise NotImplementedError
-
-    def kernel_parameters(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The float32 parameters with which the C step joins the parts itself; None if C does not implement the mix."""
-        return None
-
-    def _per_query(self, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """`[H]` -> `[Hkv, G, 1, 1]`."""
-        return with_dtype(parameter, like.dtype).view(like.shape[1], -1, 1, 1)
-
-
-class JointMix(NearFarMix):
+class JointMix(nn.Module):
     """One denominator: far keys weigh exp(b - a scaling |q|^2 / 2) phi(q)·phi(k), near keys exp(scaling q·k).
 
     b and a are learned per head. Both kinds of keys share one log-sum-exp, so the far part need not learn the
-    normaliser of the softmax.
+    normaliser of the softmax. `near` is the part of the near keys, and `far` holds one or more parts of far keys;
+    `half_query_norm` is scaling |q|^2 / 2, `[B, Hkv, G, N, 1]`.
     """
 
     def __init__(self, num_heads: int):
@@ -489,53 +408,18 @@ class JointMix(NearFarMix):
         """b and a in float32, each `[H]`."""
         return with_dtype(self.far_log_scale, torch.float32), with_dtype(self.query_norm_weight, torch.float32)
 
-    def forward(
-        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
-    ) -> torch.Tensor:
-        """Join the parts by their log sizes; see the class."""
+    def forward(self, near: Part, far: Sequence[Part], half_query_norm: torch.Tensor) -> torch.Tensor:
+        """Join the parts by their log sizes: the output `[B, Hkv, G, N, D]`."""
         exponent = self._far_exponent(near, half_query_norm)
         return joined_output(near, *((output, size + exponent) for output, size in far))
 
     def _far_exponent(self, near: Part, half_query_norm: torch.Tensor) -> torch.Tensor:
         """b - a scaling |q|^2 / 2, `[B, Hkv, G, N, 1]`."""
-        log_scale, norm_weight = (self._per_query(p, near[0]) for p in (self.far_log_scale, self.query_norm_weight))
+        parameters = (with_dtype(p, near[0].dtype) for p in (self.far_log_scale, self.query_norm_weight))
+        log_scale, norm_weight = (p.view(near[0].shape[1], -1, 1, 1) for p in parameters)
         return torch.addcmul(log_scale, norm_weight, half_query_norm, value=-1)
 
-    def log_odds(
-        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
-    ) -> torch.Tensor:
+    def log_odds(self, near: Part, far: Sequence[Part], half_query_norm: torch.Tensor) -> torch.Tensor:
         """The logarithm of the weight of all far keys over that of all near keys, `[B, Hkv, G, N, 1]`."""
         sizes = torch.stack([size for _, size in far]).logsumexp(0)
         return sizes + self._far_exponent(near, half_query_norm) - near[1]
-
-
-class WindowMaximumMix(NearFarMix):
-    """LoLCATs 2024, equation 7: one denominator, near weights g exp(scaling q·k - c), far weights phi(q)·phi(k).
-
-    c is the maximum of the near logits alone, so the weight of the far part depends on it. g is the sigmoid of a
-    learned number per head and starts at 0.1, as in the authors' code. The mix is here for comparison.
-    """
-
-    is_scale_constant = False
-
-    def __init__(self, num_heads: int):
-        super().__init__()
-        self.window_weight = nn.Parameter(torch.empty(num_heads))
-
-    def reset_parameters(self, feature_map: Any) -> None:
-        """Start with g = 0.1."""
-        init.constant_(self.window_weight, math.log(0.1 / 0.9))
-
-    def forward(
-        self, near: Part, far: Sequence[Part], largest: torch.Tensor, half_query_norm: torch.Tensor
-    ) -> torch.Tensor:
-        """Join the parts with the near weights divided by exp(c); see the class."""
-        output, size = near
-        weight = F.logsigmoid(self._per_query(self.window_weight, output))
-        return joined_output((output, size - largest.clamp(min=EMPTY_MAXIMUM / 2) + weight), *far)
-
-
-NORMALIZATIONS: dict[str, Any] = {
-    "joint": JointMix,
-    "window_maximum": WindowMaximumMix,
-}

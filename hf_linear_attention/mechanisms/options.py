@@ -29,6 +29,8 @@ REMOVED_SETTINGS: dict[str, Any] = {
     "pinv_iterations": 6,
     "activation": "silu",
     "softmax_heads": [],
+    "far": "linear",
+    "normalization": "joint",
 }
 LARGEST = 2**40  # of any whole number: sizes above are beyond every memory, and then beyond the integers of torch
 
@@ -524,38 +526,19 @@ class WindowOptions(MechanismOptions):
         ]
 
 
-# The values of `far` with the kernel sum in the denominator of the window, and with the gated delta rule.
-LINEAR, DELTA = "linear", "gated_delta"
-
-
 class HybridOptions(WindowOptions):
     """The options of `hybrid`, and what it can do with them."""
 
     options: ClassVar[dict[str, Option]] = {
         **WindowOptions.options,
-        "far": Option(
-            str,
-            LINEAR,
-            "linear: features of far keys, in one sum with the window; gated_delta: the gated delta rule over all "
-            "tokens, mixed with the window by a gate per token and head",
-            choices=(LINEAR, DELTA),
-        ),
         "feature_map": Option(
             str,
             "exp",
             "phi, applied to queries and far keys",
             choices=("exp", "hedgehog"),
-            needs={"far": (LINEAR,)},
         ),
         "num_features": Option(
             int, None, "features per head; by default what the feature map suggests", minimum=1, maximum=MOST_FEATURES
-        ),
-        "normalization": Option(
-            str,
-            "joint",
-            "joint: one scale for near and far keys; window_maximum: LoLCATs' form",
-            choices=("joint", "window_maximum"),
-            needs={"far": (LINEAR,)},
         ),
         "num_exact_keys": Option(
             int,
@@ -564,29 +547,23 @@ class HybridOptions(WindowOptions):
             "learned scores; decoders only",
             minimum=0,
             maximum=MOST_KEYS,
-            needs={"far": (LINEAR,), "normalization": ("joint",)},
         ),
-        "decay": replace(
-            DECAY_OPTION,
-            help=f"{DECAY_OPTION.help}; the factor of `gated_delta` follows from the hidden state of each token",
-        ),
+        "decay": DECAY_OPTION,
         **ROPE_OPTIONS,
     }
 
     @classmethod
     def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
-        """The delta rule and exact keys run forwards and know no slopes; the rule's output is no mean of values."""
+        """Exact keys run forwards and know no slopes."""
         if settings["num_exact_keys"] and capability in ("bidirectional", "alibi"):
             return f"with `num_exact_keys` = {settings['num_exact_keys']} has no {capability} form"
-        if settings["far"] != LINEAR and capability in ("bidirectional", "alibi", "constants"):
-            return f"with `far` = `{settings['far']}` has no {capability} form"
         return super().obstacle(capability, settings)
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
         """`num_features` must fit the feature map, and the window the model."""
         problems = super().problems(settings, max_length)
-        if settings["num_features"] is None or settings["far"] == DELTA:
+        if settings["num_features"] is None:
             return problems
         problem = FEATURE_MAP_TRAITS[settings["feature_map"]].problem(settings["num_features"])
         return [*problems, f"`num_features` = {settings['num_features']} {problem}"] if problem else problems

@@ -189,8 +189,6 @@ class WindowAttention(WindowOptions, AttentionMechanism):
 
     # Whether there are sums over the keys behind the window, and whether the state has the positions of the window.
     has_sums = keeps_positions = False
-    # Whether the largest logit of the exact keys cancels, so that it needs no gradient.
-    is_scale_constant = True
     num_exact_keys = 0  # that are kept behind the window
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
@@ -439,12 +437,11 @@ class WindowAttention(WindowOptions, AttentionMechanism):
             numbers = torch.arange(1, self.num_sinks + 1, dtype=torch.long, device=place.device)
             distance = (place.unsqueeze(-1) - numbers).abs()
         sink_keys = SinkKeys(sinks[0], sinks[1], seen, distance)
-        options: Any = {"log_decay": log_decay, "is_scale_constant": self.is_scale_constant}
-        options["sink_query"] = self.sink_query(inputs)
-        output, size, largest = exact_part(inputs.query, near, sink_keys, inputs.scaling, **options)
-        return self._joined((output, size), behind, largest, inputs).flatten(1, 2)
+        to_sinks = self.sink_query(inputs)
+        output, size, _ = exact_part(inputs.query, near, sink_keys, inputs.scaling, log_decay, to_sinks)
+        return self._joined((output, size), behind, inputs).flatten(1, 2)
 
-    def _joined(self, exact: Part, behind: list[Part], largest: Tensor, inputs: MechanismInputs) -> Tensor:
+    def _joined(self, exact: Part, behind: list[Part], inputs: MechanismInputs) -> Tensor:
         """The output `[B, Hkv, G, N, D]` for the exact keys and those behind the window."""
         return exact[0]
 

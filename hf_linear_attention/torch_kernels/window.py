@@ -59,7 +59,6 @@ def exact_part(
     sinks: SinkKeys,
     scaling: float,
     log_decay: torch.Tensor | None = None,
-    is_scale_constant: bool = True,
     sink_query: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Exact softmax over a window and sinks; see `plain_window`.
@@ -72,12 +71,12 @@ def exact_part(
     """
     given = (query, near.key, near.value, near.visible, sinks.key, sinks.value, sinks.seen, sink_query)
     if near.numbers is not None:
-        return packed_window(query, near, sinks, scaling, log_decay, is_scale_constant, sink_query)
-    found = implemented("window", given, scaling, log_decay, is_scale_constant)
+        return packed_window(query, near, sinks, scaling, log_decay, sink_query)
+    found = implemented("window", given, scaling, log_decay)
     if found is not None:
         return found
     options: dict[str, Any] = {"centre": near.centre, "distance": sinks.distance}
-    return plain_window(*given, scaling, log_decay=log_decay, is_scale_constant=is_scale_constant, **options)
+    return plain_window(*given, scaling, log_decay=log_decay, **options)
 
 
 def window_in_blocks(query: torch.Tensor, near: NearKeys, sinks: SinkKeys, scaling: float) -> torch.Tensor:
@@ -120,7 +119,6 @@ def plain_window(
     centre: int = 0,
     distance: torch.Tensor | None = None,
     numbers: torch.Tensor | None = None,
-    is_scale_constant: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The softmax output `[B, Hkv, G, N, W]`, its log denominator and largest logit `[B, Hkv, G, N, 1]`, in O(N width).
 
@@ -130,7 +128,6 @@ def plain_window(
         sink_query: `[B, H, N, D]`, compared with the sinks; None for the queries themselves.
         log_decay: `[Hkv]`, ALiBi's addend per token between query and key, or None; requires `centre`, `distance`.
         numbers: see `NearKeys`; they require `centre`.
-        is_scale_constant: whether the largest logit cancels in what follows, so that it needs no gradient.
     """
     dtype, length = accumulation_dtype(query), query.shape[2]
     kv_heads, width = key.shape[1], key.shape[2] - length + 1
@@ -162,7 +159,7 @@ def plain_window(
         if slope is not None:
             logits = logits[0] + slope * (offset - centre).abs(), logits[1] + slope * distance
         values = with_ones(value, dtype).unsqueeze(2), sink_values
-        results.append(_softmax(logits, (visible, seen), values, is_scale_constant))
+        results.append(_softmax(logits, (visible, seen), values))
     output, log_size, scale = (joined(part).flatten(3, 4)[:, :, :, :length] for part in zip(*results))
     return output, log_size, scale
 
@@ -193,14 +190,13 @@ def _softmax(
     logits: tuple[torch.Tensor, torch.Tensor],
     seen: tuple[torch.Tensor, torch.Tensor],
     values: tuple[torch.Tensor, torch.Tensor],
-    is_constant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output of blocks of queries, its log denominator and largest logit.
 
     Of keys in the window, then of sinks: logits, which of them are seen, and values with a last column of 1.
     """
     near, sinks = (x.masked_fill_(~visible, EMPTY_MAXIMUM) for x, visible in zip(logits, seen))
-    scale = _maximum((near, sinks), is_constant)
+    scale = _maximum((near, sinks))
     shift = scale.clamp(min=EMPTY_MAXIMUM / 2)
     sums = weights_of(near - shift) @ values[0] + weights_of(sinks - shift) @ values[1]
     numerator, denominator = sums.split_with_sizes((sums.shape[-1] - 1, 1), dim=-1)
@@ -216,14 +212,13 @@ def packed_window(
     sinks: SinkKeys,
     scaling: float,
     log_decay: torch.Tensor | None,
-    is_scale_constant: bool,
     sink_query: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`plain_window` within packed sequences, where every query has the sinks of its own sequence."""
     none = (x.new_empty(*x.shape[:2], 0, x.shape[-1]) for x in (sinks.key, sinks.value))
     options: dict[str, Any] = {"log_decay": log_decay, "centre": near.centre, "numbers": near.numbers}
     given: tuple[Any, ...] = (query, near.key, near.value, near.visible, *none, sinks.seen[..., :0], None, scaling)
-    output, size, largest = plain_window(*given, **options, is_scale_constant=is_scale_constant)
+    output, size, largest = plain_window(*given, **options)
     if not sinks.seen.shape[-1]:
         return output, size, largest
     to_sinks = query if sink_query is None else sink_query
@@ -235,7 +230,7 @@ def packed_window(
     average = (logits.softmax(dim=-1).transpose(2, 3) @ sinks.value.to(output.dtype)).transpose(2, 3)
     sink_size = logits.logsumexp(dim=-1, keepdim=True)
     sink_size = sink_size.masked_fill(~sinks.seen.any(dim=-1)[:, None, None, :, None], EMPTY_MAXIMUM)
-    largest = torch.maximum(largest, _maximum((logits,), is_scale_constant))
+    largest = torch.maximum(largest, _maximum((logits,)))
     return *join((output, size), (average, sink_size)), largest
 
 
@@ -253,9 +248,9 @@ def _blocks_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int | None:
     return max(1, LOGITS_IN_CACHE // max(1, per_block))
 
 
-def _maximum(logits: tuple[torch.Tensor, ...], is_constant: bool) -> torch.Tensor:
-    """The maximum over the last axis of all logits, `[..., 1]`; an empty tensor is skipped."""
-    largest = [(x.detach() if is_constant else x).amax(dim=-1, keepdim=True) for x in logits if x.shape[-1]]
+def _maximum(logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The maximum over the last axis of all logits, `[..., 1]`, without a gradient; an empty tensor is skipped."""
+    largest = [x.detach().amax(dim=-1, keepdim=True) for x in logits if x.shape[-1]]
     return torch.maximum(*largest) if len(largest) == 2 else largest[0]
 
 

@@ -171,7 +171,7 @@ ROWS = (
     *("linear-elu1", "linear-relu", "linear-t2r", "linear-taylor", "linear-exp", "linear-hedgehog", "linear-decay"),
     *("linear-decay-elu1", "linear-gated", "linear-input-gate", "performer"),
     *("gated_delta", "gated_delta-features", "gated_delta-channel", "gated_delta-no-erasing", "gated_delta-conv"),
-    *("hybrid", "hybrid-delta"),
+    "hybrid",
 )
 # Tokens of the parts of a text.
 PARTS = (5, 1, 1, 67, 1)

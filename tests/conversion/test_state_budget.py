@@ -33,14 +33,11 @@ def size_of(folder, dtype=torch.float32, **settings) -> int:
     [
         ("hybrid", 20_000, torch.float32),
         ("hybrid", 100_001, torch.bfloat16),
-        ("hybrid gated_delta", 33_333, torch.float32),
         ("window", 33_333, torch.bfloat16),
     ],
 )
 def test_a_budget_is_used_and_not_exceeded(llama, mechanism, budget, dtype):
-    mechanism, _, far = mechanism.partition(" ")
     settings = {"mechanism": mechanism, "rope": "partial"} if mechanism == "hybrid" else {"mechanism": mechanism}
-    settings |= {"far": far} if far else {}
     config = AutoConfig.from_pretrained(llama)
     chosen = with_budget({**settings, "state_bytes": budget}, LlamaForCausalLM, config, dtype)
     needed = size_of(llama, dtype, **chosen)

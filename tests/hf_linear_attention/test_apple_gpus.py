@@ -23,7 +23,7 @@ TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "nativ
 # One that the CPU chooses for softmax attention of stock code; on an Apple GPU that is another one.
 OF_THE_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 EVERYWHERE = {"MPS", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional"}
-DECODERS = ("linear-elu1", "performer", "hybrid-decay", "hybrid-delta", "gated_delta-conv", "aft-local")
+DECODERS = ("linear-elu1", "performer", "hybrid-decay", "gated_delta-conv", "aft-local")
 # `nystrom` asks for the device before it takes float64.
 ENCODERS = ("linear-hedgehog", "hybrid", "linformer-stretched", "latent")
 

@@ -82,17 +82,9 @@ def test_it_needs_the_scores():
         attend(mechanism, *qkv(9))
 
 
-@pytest.mark.parametrize(
-    ("model", "settings", "message"),
-    [
-        ("bert", {}, "with `num_exact_keys` = 3 has no bidirectional form"),
-        ("llama", {"far": "gated_delta"}, "`num_exact_keys`"),
-        ("llama", {"normalization": "window_maximum"}, "`num_exact_keys`"),
-    ],
-)
-def test_who_has_none_refuses_it_by_name(model, settings, message):
-    with pytest.raises(ValueError, match=message):
-        convert(stock_model(model), **SETTINGS, **settings)
+def test_encoders_refuse_it_by_name():
+    with pytest.raises(ValueError, match="with `num_exact_keys` = 3 has no bidirectional form"):
+        convert(stock_model("bert"), **SETTINGS)
 
 
 def test_alibi_refuses_it_by_name():

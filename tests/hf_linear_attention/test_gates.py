@@ -13,9 +13,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_g
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.architectures import attention_modules, refuse_without_hidden_states
 from hf_linear_attention.attention_observation import observe_attention
+from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
 from hf_linear_attention.conversion.plan import state_bytes
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.mechanisms import linear as mechanism_linear
+from hf_linear_attention.mechanisms.base import LayerShape
 from hf_linear_attention.mechanisms.gated_delta import GatedDeltaAttention
 from hf_linear_attention.mechanisms.token_gates import INITIAL_SLOPE
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
@@ -161,6 +163,11 @@ def test_attention_transfer_trains_them():
     with torch.no_grad():
         model(IDS)
     assert_close(seen[0].output.flatten(2), kept[0])
+
+
+def test_a_shape_without_a_hidden_size_is_refused():
+    with pytest.raises(ValueError, match="give the layer's `hidden_size`"):
+        GatedDeltaAttention(LinearAttentionSettings({"mechanism": "gated_delta"}), LayerShape(4, 2, 8, 0))
 
 
 def test_layers_without_hidden_states_are_refused():

@@ -27,7 +27,7 @@ CASES = {
     "gpt2": ("gpt2", {**LINEAR, "layers": [0, 2]}),
     "gpt_neox": ("gpt_neox", {**HYBRID, "layers": [0, 2]}),
     "opt": ("opt", PERFORMER),
-    **{row: ("llama", MECHANISM_ROWS[row]) for row in ("aft-local", "linear-taylor", "linear-gated", "hybrid-delta")},
+    **{row: ("llama", MECHANISM_ROWS[row]) for row in ("aft-local", "linear-taylor", "linear-gated")},
     "window": ("llama", MECHANISM_ROWS["window"]),
 }
 SOME = ("linear", "hybrid", "gated_delta", "gpt2", "gpt_neox", "opt")
@@ -173,7 +173,7 @@ def test_the_state_does_not_grow(name):
     assert sizes[0] == [expected] * 3
 
 
-@pytest.mark.parametrize("name", [*STATES, "hybrid-delta"])
+@pytest.mark.parametrize("name", STATES)
 @torch.no_grad()
 def test_crop_is_exact_also_once_saved(name, tmp_path):
     model, ids = build(name), torch.randint(3, 64, (2, 20))

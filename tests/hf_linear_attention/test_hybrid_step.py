@@ -18,8 +18,7 @@ LENGTH = 14
 SETTINGS = [
     {},
     {"window_size": 1, "num_sinks": 0, "decay": "learned"},
-    {"window_size": 5, "feature_map": "hedgehog", "normalization": "window_maximum"},
-    {"window_size": 5, "normalization": "window_maximum", "rope": "none"},
+    {"window_size": 5, "rope": "none"},
     {"window_size": 3, "num_sinks": 7, "decay": "learned", "rope": "partial", "rope_frequencies": 1},
     {"window_size": 3, "num_sinks": 2, "trained_length": 5},
     {"window_size": 1, "num_sinks": 3, "feature_map": "hedgehog"},

@@ -28,7 +28,7 @@ CASES = {
     "hybrid": ("llama", {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 16}),
     "softmax-left": ("gpt2", {"mechanism": "performer", "num_features": 16, "layers": [0, 2]}),
     "softmax-first": ("llama", {"mechanism": "linear", "num_features": 16, "layers": [1, 2]}),
-    **{row: ("llama", MECHANISM_ROWS[row]) for row in ("aft-local", "linear-decay", "hybrid-delta", "window")},
+    **{row: ("llama", MECHANISM_ROWS[row]) for row in ("aft-local", "linear-decay", "window")},
 }
 
 

@@ -26,7 +26,6 @@ WITH_POSITIONS = {
 IN_PLACE = (
     "hybrid",
     "hybrid-decay",
-    "hybrid-window-maximum",
     "hybrid-rope",
     "hybrid-sinks",
     "hybrid-exact-keys",

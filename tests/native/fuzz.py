@@ -33,7 +33,6 @@ from poison import poisoned_allocations
 from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.kernels import hybrid as kernels_hybrid
 from hf_linear_attention.kernels.cpu import KernelBackend, takes_attention
-from hf_linear_attention.kernels.hybrid import step_parts
 from hf_linear_attention.mechanisms.base import Rotary
 from hf_linear_attention.positions.rotary import RotaryShift
 from hf_linear_attention.torch_kernels import attention as kernels
@@ -318,7 +317,10 @@ def hybrid(t, options, constants):
         for functional, in_place in zip((*new, parts), (*written, again)):
             torch.testing.assert_close(in_place, functional, rtol=0, atol=0, equal_nan=True)
         check_rows(state, lambda blocks, rows: OPERATORS.hybrid_step_(*given, blocks, *others, rows))
-        new += step_parts(parts, t["query"], t["key"], t["value"].shape[-1])
+        (batch, heads), kv_heads, width = t["query"].shape[:2], t["key"].shape[1], t["value"].shape[-1]
+        columns = (width, 1, 1, width, 1)
+        found = parts.split_with_sizes([batch * heads * n for n in columns])
+        new += [x.view(batch, kv_heads, heads // kv_heads, 1, n) for x, n in zip(found, columns)]
     else:
         new = hybrid_in_torch(t, *others)
     *others, near, near_size, largest, far, far_size = new

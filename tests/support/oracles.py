@@ -164,24 +164,10 @@ def log_gates(mechanism, key, mask):
 
 
 def hybrid(mechanism, query, key, value, mask, is_causal, scaling):
-    """The window with far keys in its denominator, mixed with the delta rule, as the setting `far` says."""
-    given = (mechanism, query, key, value, mask, is_causal, scaling)
-    near = (window if mechanism.feature_map is None else joint)(*given)
-    if mechanism.rule is None:
-        return near
-    hidden = hidden_states_of(key).double() / math.sqrt(mechanism.shape.hidden_size)
-    projection, bias = (x.double() for x in (mechanism.share.projection, mechanism.share.bias))
-    share = (hidden @ projection.T + bias).sigmoid().transpose(1, 2).unsqueeze(3)
-    return (1 - share) * near + share * gated_delta(*given)
-
-
-def joint(mechanism, query, key, value, mask, is_causal, scaling):
     features = FEATURES[mechanism.settings["feature_map"]](mechanism.feature_map, query, key, scaling)
     options = {"log_decay": log_decay(mechanism), "alibi": log_decay(mechanism, "alibi"), "is_causal": is_causal}
     options["trained_length"] = mechanism.trained_length
     mix = {name: parameter.double() for name, parameter in mechanism.mix.named_parameters()}
-    if "window_weight" in mix:
-        options["window_factor"] = mix["window_weight"].sigmoid()
 
     count = mechanism.num_exact_keys
 
@@ -192,11 +178,10 @@ def joint(mechanism, query, key, value, mask, is_causal, scaling):
             scores = scores + mechanism.score_slope.detach().float()[:, None] * place / 64
             kept = reference.kept_keys(scores, mechanism.window_size, mechanism.num_sinks, count)
             options["kept"] = reference.repeat_heads(kept, parts[0].shape[1])
-        if "far_log_scale" in mix:
-            norm = parts[0].double().square().sum(-1, keepdim=True) * scaling / 2
-            scale, weight = (mix[name][:, None, None] for name in ("far_log_scale", "query_norm_weight"))
-            options["far_log_scale"] = scale - weight * norm
-        return reference.hybrid(*parts, scaling, mechanism.window_size, mechanism.num_sinks, **options)
+        norm = parts[0].double().square().sum(-1, keepdim=True) * scaling / 2
+        scale, weight = (mix[name][:, None, None] for name in ("far_log_scale", "query_norm_weight"))
+        sizes = mechanism.window_size, mechanism.num_sinks
+        return reference.hybrid(*parts, scaling, *sizes, scale - weight * norm, **options)
 
     scores = ()
     if count:

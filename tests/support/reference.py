@@ -179,8 +179,8 @@ def linformer(query, key, value, key_projection, value_projection, scaling: floa
 
 
 def hybrid(
-    query, key, value, query_features, key_features, scaling, window_size, num_sinks, *, far_log_scale=None,
-    window_factor=None, log_decay=None, alibi=None, is_causal=True, trained_length=None, kept=None
+    query, key, value, query_features, key_features, scaling, window_size, num_sinks, far_log_scale, *,
+    log_decay=None, alibi=None, is_causal=True, trained_length=None, kept=None
 ):  # fmt: skip
     """Exact logits near by, logarithms of kernel weights far away, for one unpadded input.
 
@@ -188,10 +188,8 @@ def hybrid(
     everything exactly; features are logarithms. With `log_decay [H]` a far key loses that much for every token since it
     left the window; with `alibi [H]` (negative slopes) every key loses that much for every token. In the
     bidirectional form, far keys weigh trained_length / N of that in an input of N tokens, if it is less than 1. `kept`,
-    bool `[B, H, N, N]`, are further keys that a query sees exactly. One of
-
-        far_log_scale  `[B, H, N, 1]`: one softmax over exact logits and far logarithms plus this
-        window_factor  `[H]`: LoLCATs 2024, equation 7, one denominator with the near maximum taken out of near keys
+    bool `[B, H, N, N]`, are further keys that a query sees exactly. It is one softmax over exact logits and far
+    logarithms plus `far_log_scale [B, H, N, 1]`.
     """
     heads, length = query.shape[1:3]
     exact = scaling * query.double() @ repeat_heads(key.double(), heads).transpose(-1, -2)
@@ -212,15 +210,7 @@ def hybrid(
         near = near | (position < num_sinks)[:, None]
     if kept is not None:
         near = near | kept
-    if far_log_scale is not None:
-        return attend(torch.where(near, exact, far + far_log_scale), value, is_causal=is_causal)
-    visible = torch.ones(length, length, dtype=torch.bool)
-    near, far_away = (part & (visible.tril() if is_causal else visible) for part in (near, ~near))
-    value = repeat_heads(value.double(), heads)
-    near_logits, far_logits = exact.masked_fill(~near, -math.inf), far.masked_fill(~far_away, -math.inf)
-    stabilised = (near_logits - near_logits.amax(dim=-1, keepdim=True)).exp() * window_factor.double()[:, None, None]
-    weights = stabilised + far_logits.exp()
-    return weights / weights.sum(dim=-1, keepdim=True) @ value
+    return attend(torch.where(near, exact, far + far_log_scale), value, is_causal=is_causal)
 
 
 def kept_keys(scores, window_size: int, num_sinks: int, count: int):

@@ -298,9 +298,7 @@ def check_far_share(model: nn.Module) -> None:
         UsageError: if no layer gives near and far keys a common denominator.
     """
     if not has_far_share(model):
-        raise UsageError(
-            "`--far_share_weight` needs layers of `hybrid` with `normalization` = `joint`; drop the option"
-        )
+        raise UsageError("`--far_share_weight` needs layers of `hybrid`; drop the option")
 
 
 class FarShare(Objective):

@@ -214,7 +214,7 @@ def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str],
     ("options", "words"),
     [
         (["--preset", "best"], ["--preset best", "default"]),
-        (["--preset", "lolcats"], ["--preset lolcats", "benchmarks/papers/recipes/lolcats.yaml"]),
+        (["--preset", "hedgehog"], ["--preset hedgehog", "benchmarks/papers/recipes/hedgehog.yaml"]),
         (["--preset", "default", "--learning_rate", "-1"], ["--learning_rate -1.0", "above 0"]),
         (["--preset", "default", "--output_dir", "."], ["is not empty"]),
     ],
