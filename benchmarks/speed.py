@@ -107,13 +107,12 @@ DECODERS: dict[str, dict[str, Any]] = {
     "linear elu1": LINEAR["linear elu1"],
     "linear exp": LINEAR["linear exp"],
     "linear exp, gated": {**LINEAR["linear exp"], "decay": "gated", "input_gate": True},
-    "linear taylor": {"mechanism": "linear", "feature_map": "taylor"},
     "gated_delta": {"mechanism": "gated_delta"},
     "performer 256": {"mechanism": "performer", "num_features": 256},
     "aft local 32": {"mechanism": "aft", "variant": "local", "window_size": 32},
 }
 # Beyond these lengths a round takes too long.
-LONGEST = {"aft full": 1024, "aft local 32": 512, "linear taylor": 512, "performer-pytorch": 512}
+LONGEST = {"aft full": 1024, "aft local 32": 512, "performer-pytorch": 512}
 
 
 def alone(forms: Mapping[str, dict[str, Any]], is_causal: bool, length: int, with_backward: bool = False) -> Methods:

@@ -1,8 +1,7 @@
 """Real inputs for the source model: the file of `--calibration_file`, or the built-in sentences.
 
 Rows of the model's task (pairs, words, questions, conversations, images) are read as in training. Other data are
-read as the model is used: by a decoder as a stream in full blocks, by an encoder one text and by a vision model one
-image per input.
+read as the model is used: by a decoder as a stream in full blocks, by an encoder one text per input.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from hf_linear_attention._common.errors import TrainingError, UsageError
 from hf_linear_attention._common.reading import short
 from hf_linear_attention._common.special_tokens import special_token
-from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
-from hf_linear_attention.conversion.output_folder import load_image_processor, load_source_tokenizer
+from hf_linear_attention.configuration_linear_attention import is_causal_config
+from hf_linear_attention.conversion.output_folder import load_source_tokenizer
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion.verification import built_in_text
@@ -90,19 +89,12 @@ def real_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code:
         return RealInputs(Path(path).name, partial(_task_rows, source, plan, path, trust_remote_code))
     if kind == "input_ids":
         return _text_inputs(source, plan.config, path, trust_remote_code)
-    if path is None:
-        return None
-    processor = load_image_processor(source, trust_remote_code) if kind == "pixel_values" else None
-    if processor is None:
+    if path is not None:
         raise UsageError(
-            f"`--calibration_file`: no file can be turned into the `{kind}` that {source.name} reads; leave it out"
+            f"`--calibration_file` = {path!r} has no rows that {source.name} reads; a model of images needs a column "
+            "`image` (.jsonl, .csv, .tsv or .parquet)"
         )
-    if not Path(path).is_dir():
-        raise UsageError(
-            f"`--calibration_file` = {path!r} is a file; a vision model needs a folder of images, or rows with "
-            "a column `image` (.jsonl, .csv, .tsv or .parquet)"
-        )
-    return RealInputs(f"images in {Path(path).name}", partial(_image_batches, plan.config, processor, path))
+    return None
 
 
 def _text_inputs(
@@ -211,22 +203,6 @@ def texts_of(rows: Dataset, name: str) -> list[str]:
     if (wrong := next((text for text in texts if not isinstance(text, str)), None)) is not None:
         raise UsageError(f"{name}: `text` is {short(wrong)}, not a text; correct it, or give another file")
     return [text for text in texts if text.strip()]
-
-
-def _image_batches(config: PreTrainedConfig, processor: Any, path: str, max_tokens: int) -> list[Batch]:
-    """Images spread evenly over a folder, whose subfolders may be classes."""
-    from PIL import Image  # the image processor has already imported it
-
-    kinds, count = Image.registered_extensions(), -(-max_tokens // (max_length_of(config) or 1))
-    paths = [path for path in sorted(Path(path).rglob("*")) if path.suffix.lower() in kinds]
-    if not paths:
-        raise UsageError(f"`--calibration_file` = {path!r} contains no images; give another folder")
-    try:
-        images = [Image.open(path).convert("RGB") for path in paths[:: max(1, len(paths) // count)][:count]]
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UsageError(f"`--calibration_file` = {path!r}: {error}") from error
-    groups = (images[start : start + BATCH_SIZE] for start in range(0, len(images), BATCH_SIZE))
-    return [{"pixel_values": processor(images=group, return_tensors="pt")["pixel_values"]} for group in groups]
 
 
 # ---- Rows of the model's task

@@ -192,7 +192,7 @@ class ConversionArguments(MeasuringArguments):
     )
     calibration_file: str | None = option(
         "real inputs to which --features favor++ is fitted: .txt, .jsonl, .csv, .tsv or .parquet (column `text`, or "
-        "rows of the model's task), or for a vision model a folder of images (default: built-in sentences)",
+        "rows of the model's task; default: built-in sentences)",
         None,
         is_path=True,
         group="attention",

@@ -58,12 +58,6 @@ def load_source_tokenizer(source: Source, trust_remote_code: bool) -> PreTrained
             return None
 
 
-def load_image_processor(source: Source, trust_remote_code: bool) -> Any:
-    """The source's image processor; None if there is none, or it cannot be loaded here."""
-    has_one = _present(source, PROCESSOR_FILES)
-    return _try_loading(AutoImageProcessor, source.folder, trust_remote_code) if has_one else None
-
-
 def save_tokenizer(source: Source, folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     """Write a tokenizer that AutoTokenizer finds without this package.
 

@@ -275,7 +275,7 @@ def calibrated(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]
         return None
     if inputs is None:
         logger.warning(
-            "not calibrated, because there are no texts or images to calibrate on; give `--calibration_file`. "
+            "not calibrated, because there is nothing to calibrate on; give `--calibration_file`. "
             "Without calibration the features are those of FAVOR+"
         )
         return {"inputs": None, "tokens": 0}

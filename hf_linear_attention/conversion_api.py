@@ -390,8 +390,6 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
         return 0
     queries: dict[Any, list[torch.Tensor]] = {module: [] for module in modules}
     keys: dict[Any, list[torch.Tensor]] = {module: [] for module in modules}
-    gates: dict[Any, list[torch.Tensor]] = {module: [] for module in modules}
-    positions: dict[Any, list[torch.Tensor]] = {module: [] for module in modules}
 
     def collect(seen: ObservedAttention) -> None:
         if seen.module not in queries:
@@ -399,10 +397,6 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
         mask, is_cross = seen.inputs.key_mask, isinstance(seen.module, LinearizedCrossAttention)
         queries[seen.module].append(_real_tokens(seen.inputs.query, None if is_cross else mask))
         keys[seen.module].append(_real_tokens(seen.inputs.key, mask))
-        if seen.inputs.gates is not None:
-            gates[seen.module].append(_real_tokens(seen.inputs.gates.unsqueeze(1).detach(), mask))
-        if seen.inputs.positions is not None:
-            positions[seen.module].append(_real_tokens(seen.inputs.positions[:, None, :, None], mask))
 
     num_batches = 0
     with observe_attention(model, collect):
@@ -414,10 +408,8 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
         raise ValueError("`batches` has no token to calibrate on; pass at least one batch of real inputs.")
     for module in modules:
         query, key = torch.cat(queries[module], dim=2), torch.cat(keys[module], dim=2)
-        mechanism, scaling = module.linear_attention, module.linear_attention_scaling
-        found = torch.cat(gates[module], dim=2).squeeze(1) if gates[module] else None
-        places = torch.cat(positions[module], dim=2)[:, 0, :, 0] if positions[module] else None
-        mechanism.calibrate(MechanismInputs(query, key, key, None, scaling, False, places, found))
+        scaling = module.linear_attention_scaling
+        module.linear_attention.calibrate(MechanismInputs(query, key, key, None, scaling, False))
     first = keys[modules[0]]
     # ALBERT's layers share one module, which then sees every batch several times.
     return sum(part.shape[2] for part in first) * num_batches // len(first)

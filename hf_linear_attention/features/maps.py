@@ -167,30 +167,6 @@ class ReluFeatureMap(ElementwiseFeatureMap):
     function, slope = staticmethod(relu_plus_epsilon), staticmethod(_slope_of_relu)
 
 
-class TaylorFeatureMap(FeatureMap):
-    """exp(s) to second order, 1 + s + s^2 / 2 with s = scaling q·k, a kernel of at least 1/2 (Based, Arora 2024).
-
-    phi(x) = [1, x_a, x_a^2 / sqrt(2), x_a x_b for a < b] for x scaled by sqrt(scaling), so F = 1 + D + D (D + 1) / 2.
-    Each product above the diagonal stands for two equal ones, which halves the 1 + D + D^2 features of the paper.
-    """
-
-    @staticmethod
-    def default_num_features(head_dim: int) -> int:
-        """F = 1 + D + D (D + 1) / 2."""
-        return 1 + head_dim + head_dim * (head_dim + 1) // 2
-
-    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """The polynomial features of queries."""
-        x = accumulated(query) * math.sqrt(scaling)
-        first, second = torch.triu_indices(self.head_dim, self.head_dim, offset=1, dtype=torch.long, device=x.device)
-        squares, products = x.square() * math.sqrt(0.5), x[..., first] * x[..., second]
-        return torch.cat((torch.ones_like(x[..., :1]), x, squares, products), dim=-1)
-
-    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
-        """The polynomial features of keys."""
-        return self.forward_queries(key, scaling)
-
-
 class LearnedFeatureMap(FeatureMap):
     """Learned projections, per head for queries and per key/value head for keys, so that the state is too."""
 
@@ -313,37 +289,6 @@ class HedgehogFeatureMap(LearnedFeatureMap):
         return torch.cat((projected.log_softmax(dim=-1), (-projected).log_softmax(dim=-1)), dim=-1)
 
 
-class T2rFeatureMap(LearnedFeatureMap):
-    """phi(x) = relu(x W + b) per key/value head, the same for queries and keys (T2R, Kasai 2021).
-
-    As in the paper, no constant is added to the relu: the output of a query that shares no feature with any key is 0. W
-    starts as an orthogonal Gaussian matrix, b as 0.
-    """
-
-    log_features = False
-
-    def __init__(self, num_heads: int, num_key_value_heads: int, head_dim: int, num_features: int | None = None):
-        super().__init__(num_heads, num_key_value_heads, head_dim, num_features)
-        self.projection = nn.Parameter(torch.empty(num_key_value_heads, head_dim, self.num_features))
-        self.bias = nn.Parameter(torch.empty(num_key_value_heads, 1, self.num_features))
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        """Start with orthogonal Gaussian W and b = 0."""
-        heads = [orthogonal_random_matrix(self.num_features, self.head_dim, generator).T for _ in self.bias]
-        init.copy_(self.projection, torch.stack(heads))
-        init.zeros_(self.bias)
-
-    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
-        """relu(x W + b) of the keys."""
-        return (self._project(key, self.projection, scaling) + self.bias.to(accumulation_dtype(key))).relu()
-
-    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """relu(x W + b) of the queries, with W and b of their key/value head."""
-        groups = query.shape[1] // self.num_key_value_heads
-        weight, bias = (x.repeat_interleave(groups, dim=0) for x in (self.projection, self.bias))
-        return (self._project(query, weight, scaling) + bias.to(accumulation_dtype(query))).relu()
-
-
 def half_squared_norm(x: torch.Tensor, scaling: float) -> torch.Tensor:
     """scaling |x|^2 / 2 over the last axis, which is kept with size 1."""
     return squared_norm(x) * (scaling / 2)
@@ -385,8 +330,6 @@ def orthogonal_random_matrix(rows: int, columns: int, generator: torch.Generator
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "elu1": EluFeatureMap,
     "relu": ReluFeatureMap,
-    "taylor": TaylorFeatureMap,
     "exp": ExpFeatureMap,
     "hedgehog": HedgehogFeatureMap,
-    "t2r": T2rFeatureMap,
 }

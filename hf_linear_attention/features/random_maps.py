@@ -11,14 +11,13 @@ cancel in attention and are left out: 1 / sqrt(M), and for queries exp(-|q|^2 / 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from transformers import initialization as init
 
 from ..torch_kernels.blocks import EXP, Affine, KernelMap, accumulation_dtype, largest_visible, with_dtype
-from .maps import FeatureMap, half_squared_norm, orthogonal_random_matrix
+from .maps import FeatureMap, half_squared_norm, orthogonal_random_matrix, relu_plus_epsilon
 
 
 class RandomFeatureMap(FeatureMap):
@@ -107,70 +106,22 @@ class CoshRandomFeatureMap(ExpRandomFeatureMap):
         return torch.cat((weight, -weight), dim=-1)
 
 
-class RegularizedRandomFeatureMap(ExpRandomFeatureMap):
-    """SMREG (Performer 2020, Theorem 1): the rows of W lie on the sphere of radius sqrt(D).
+class ReluRandomFeatureMap(RandomFeatureMap):
+    """Generalised attention (Performer 2020, section 2.2): phi(x) = relu(w·x) + 1e-3, which does not estimate softmax.
 
-    The estimated kernel is a lower bound of the softmax kernel, smaller by a factor of at least 1 - 2 D^(-1/3).
-    """
-
-    def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """Draw W and scale its rows to norm sqrt(D)."""
-        projection = super().draw(generator)
-        return projection * (math.sqrt(self.head_dim) / projection.norm(dim=1, keepdim=True))
-
-
-class GeneralizedRandomFeatureMap(RandomFeatureMap):
-    """Generalised attention (Performer 2020, section 2.2): phi(x) = f(w·x) + 1e-3, which does not estimate softmax.
-
-    The constant is the paper's kernel epsilon, which keeps every denominator positive. f must not be negative. Of the
-    eight functions in the paper's figure 16, gelu, tanh and the identity are left out because they give weights of both
-    signs, whose sum may be 0; cos alone is left out because it is half of `trig`.
+    The constant is the paper's kernel epsilon, which keeps every denominator positive.
     """
 
     log_features = False
     estimates_softmax = False
-    epsilon: ClassVar[float] = 1e-3
-    function: ClassVar[Callable[..., torch.Tensor]]
 
     def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """The features f(w·x) + 1e-3."""
-        return type(self).function(self._project(query, scaling)) + self.epsilon
+        """The features relu(w·x) + 1e-3."""
+        return relu_plus_epsilon(self._project(query, scaling))
 
     def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
-        """The features f(w·x) + 1e-3."""
+        """The features relu(w·x) + 1e-3."""
         return self.forward_queries(key, scaling)
-
-
-class ReluRandomFeatureMap(GeneralizedRandomFeatureMap):
-    """Generalised attention with f = relu."""
-
-    function = staticmethod(torch.relu)
-
-
-class SigmoidRandomFeatureMap(GeneralizedRandomFeatureMap):
-    """Generalised attention with f = sigmoid."""
-
-    function = staticmethod(torch.sigmoid)
-
-
-class AbsRandomFeatureMap(GeneralizedRandomFeatureMap):
-    """Generalised attention with f = |.|."""
-
-    function = staticmethod(torch.abs)
-
-
-class GeneralizedExpRandomFeatureMap(GeneralizedRandomFeatureMap):
-    """Generalised attention with f = exp, as logarithms log(exp(w·x) + 1e-3).
-
-    Unlike `exp`, it lacks the factor exp(-|x|^2 / 2), so large keys weigh more.
-    """
-
-    log_features = True
-
-    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """The exponents log(exp(w·x) + 1e-3)."""
-        projected = self._project(query, scaling)
-        return torch.logaddexp(projected, projected.new_tensor(math.log(self.epsilon)))
 
 
 class TrigRandomFeatureMap(RandomFeatureMap):
@@ -283,10 +234,6 @@ RANDOM_FEATURES: dict[str, type[RandomFeatureMap]] = {
     "exp": ExpRandomFeatureMap,
     "cosh": CoshRandomFeatureMap,
     "trig": TrigRandomFeatureMap,
-    "regularized": RegularizedRandomFeatureMap,
     "relu": ReluRandomFeatureMap,
-    "sigmoid": SigmoidRandomFeatureMap,
-    "abs": AbsRandomFeatureMap,
-    "generalized_exp": GeneralizedExpRandomFeatureMap,
     "favor++": OptimalRandomFeatureMap,
 }

@@ -196,20 +196,14 @@ class FeatureMapTraits(NamedTuple):
 FEATURE_MAP_TRAITS = {
     "elu1": FeatureMapTraits(False, False),
     "relu": FeatureMapTraits(False, False),
-    "taylor": FeatureMapTraits(False, False),
     "exp": FeatureMapTraits(True, True),
     "hedgehog": FeatureMapTraits(True, True, 2),
-    "t2r": FeatureMapTraits(False, True),
 }
 RANDOM_FEATURE_TRAITS = {
     "exp": FeatureMapTraits(True, True),
     "cosh": FeatureMapTraits(True, True, 2),
     "trig": FeatureMapTraits(False, True, 2),
-    "regularized": FeatureMapTraits(True, True),
     "relu": FeatureMapTraits(False, True),
-    "sigmoid": FeatureMapTraits(False, True),
-    "abs": FeatureMapTraits(False, True),
-    "generalized_exp": FeatureMapTraits(True, True),
     "favor++": FeatureMapTraits(True, True),
 }
 
@@ -236,9 +230,7 @@ class LinearOptions(MechanismOptions):
 
     @classmethod
     def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
-        """`t2r` does not keep constants, and a learned decay is for causal attention only."""
-        if capability == "constants" and settings.get("feature_map") == "t2r":
-            return "with `feature_map` = `t2r` returns 0 for a query whose features are all 0"
+        """A learned decay is for causal attention only."""
         if capability in ("bidirectional", "cross") and settings.get("decay") in ("learned", "gated"):
             return f"with `decay` = `{settings['decay']}` has no {capability} form"
         if capability == "cross" and settings.get("input_gate"):
@@ -272,7 +264,7 @@ class PerformerOptions(LinearOptions):
         "features": Option(
             str,
             "exp",
-            "the random features: of softmax, or of generalised attention (relu, sigmoid, abs, generalized_exp)",
+            "the random features: of softmax, or of generalised attention (relu)",
             choices=tuple(RANDOM_FEATURE_TRAITS),
         ),
         "num_features": Option(

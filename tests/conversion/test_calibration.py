@@ -177,19 +177,19 @@ def test_a_file_is_read_as_training_reads_it(llama, bert, tmp_path, monkeypatch)
 def test_a_vision_model_is_calibrated_on_images(tmp_path):
     from PIL import Image
 
-    source, images = tmp_path / "vit", tmp_path / "images"
+    source, rows = tmp_path / "vit", tmp_path / "images.jsonl"
     save_twin(source, "vit", "AutoModelForImageClassification")
     words = ("--model_name_or_path", source, *FAVOR)
     code, text, err = run(*words, "--output_dir", tmp_path / "without")
     assert code == 0
     assert "warning: not calibrated" in err
     assert "calibrated  on nothing" in text
-    for name, color in (("a/1.png", "red"), ("a/2.png", "blue"), ("b/3.jpg", "white")):
-        (images / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (20, 16), color).save(images / name)
-    report = convert_folder(source, tmp_path / "with", *FAVOR, "--calibration_file", images)
+    for name, color in (("1.png", "red"), ("2.png", "blue"), ("3.jpg", "white")):
+        Image.new("RGB", (20, 16), color).save(tmp_path / name)
+    rows.write_text("".join(json.dumps({"image": name}) + "\n" for name in ("1.png", "2.png", "3.jpg")))
+    report = convert_folder(source, tmp_path / "with", *FAVOR, "--calibration_file", rows)
     # 12 x 12 pixels in patches of 2 x 2, and the class token.
-    assert report["calibration"] == {"inputs": "images in images", "tokens": 3 * 37}
+    assert report["calibration"] == {"inputs": "images.jsonl", "tokens": 3 * 37}
     without, with_ = (AutoModel.from_pretrained(tmp_path / name) for name in ("without", "with"))
     assert not torch.cat(norm_weights(without)).any()
     assert (torch.cat(norm_weights(with_)) < 0).all()

@@ -27,7 +27,7 @@ CASES = {
     "gpt2": ("gpt2", {**LINEAR, "layers": [0, 2]}),
     "gpt_neox": ("gpt_neox", {**HYBRID, "layers": [0, 2]}),
     "opt": ("opt", PERFORMER),
-    **{row: ("llama", MECHANISM_ROWS[row]) for row in ("aft-local", "linear-taylor", "linear-gated")},
+    **{row: ("llama", MECHANISM_ROWS[row]) for row in ("aft-local", "linear-gated")},
     "window": ("llama", MECHANISM_ROWS["window"]),
 }
 SOME = ("linear", "hybrid", "gated_delta", "gpt2", "gpt_neox", "opt")

@@ -23,8 +23,6 @@ MECHANISM_ROWS = {
     "aft-full-factorised": {"mechanism": "aft", "variant": "full", "position_rank": 4},
     "linear-elu1": {"mechanism": "linear", "feature_map": "elu1"},
     "linear-relu": {"mechanism": "linear", "feature_map": "relu"},
-    "linear-t2r": {"mechanism": "linear", "feature_map": "t2r", "num_features": 12},
-    "linear-taylor": {"mechanism": "linear", "feature_map": "taylor"},
     "linear-exp": {"mechanism": "linear", "feature_map": "exp", "num_features": 24},
     "linear-decay": {"mechanism": "linear", "feature_map": "exp", "num_features": 12, "decay": "learned"},
     "linear-decay-elu1": {"mechanism": "linear", "feature_map": "elu1", "decay": "learned"},
@@ -42,7 +40,7 @@ MECHANISM_ROWS = {
     "performer-iid": {"mechanism": "performer", "num_features": 20, "orthogonal": False},
     **{
         f"performer-{features}": {"mechanism": "performer", "num_features": 20, "features": features}
-        for features in ("cosh", "trig", "regularized", "relu", "sigmoid", "abs", "generalized_exp", "favor++")
+        for features in ("cosh", "trig", "relu", "favor++")
     },
     "performer-geometry": {"mechanism": "performer", "num_features": 20, "geometry": "learned"},
     "performer-geometry-decay": {
@@ -112,7 +110,7 @@ MECHANISM_ROWS = {
 
 # One row of each kind of state and of features, for what takes long.
 KINDS = (
-    *("aft-local", "aft-full-factorised", "linear-elu1", "linear-taylor", "linear-decay", "linear-gated", "performer"),
+    *("aft-local", "aft-full-factorised", "linear-elu1", "linear-decay", "linear-gated", "performer"),
     *("performer-cosh", "performer-trig", "hybrid", "hybrid-decay", "gated_delta-channel", "window"),
     *("linformer-headwise", "linformer-stretched", "linformer_linear-exp", "latent", "nystrom-conv"),
 )

@@ -6,7 +6,6 @@ An oracle takes `(mechanism, query, key, value, mask, is_causal, scaling)` and r
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import reference
 import torch
@@ -14,8 +13,6 @@ from matrix import MECHANISM_ROWS, SCALING, hidden_states_of
 
 
 def linear(mechanism, query, key, value, mask, is_causal, scaling):
-    if (weights := WEIGHTS.get(mechanism.settings["feature_map"])) is not None:
-        return reference.attend_weights(weights(mechanism.feature_map, query, key, scaling), value, mask, is_causal)
     features = FEATURES[mechanism.settings["feature_map"]](mechanism.feature_map, query, key, scaling)
     options = {"key_mask": mask, "is_causal": is_causal, "log_decay": log_decay(mechanism)}
     return reference.kernel_attention(*features, value, **options, log_gates=log_gates(mechanism, key, mask))
@@ -27,17 +24,6 @@ def elu1(feature_map, query, key, scaling):
 
 def relu(feature_map, query, key, scaling):
     return reference.relu(query).log(), reference.relu(key).log()
-
-
-def t2r(feature_map, query, key, scaling):
-    parameters = [p.repeat_interleave(query.shape[1] // key.shape[1], dim=0) for p in feature_map.parameters()]
-    key = reference.repeat_heads(key, query.shape[1])
-    query, key = (reference.t2r(x, *parameters, scaling) for x in (query, key))
-    return query @ key.transpose(-1, -2)
-
-
-def taylor(feature_map, query, key, scaling):
-    return reference.taylor_weights(query, key, scaling)
 
 
 def hedgehog(feature_map, query, key, scaling):
@@ -332,20 +318,11 @@ FEATURES = {
     "exp": exp,
     "hedgehog": hedgehog,
 }
-# Weights [B, H, N, S] where features have no logarithms.
-WEIGHTS = {
-    "t2r": t2r,
-    "taylor": taylor,
-}
 RANDOM_FEATURES = {
     "exp": reference.favor,
     "cosh": reference.favor_cosh,
     "trig": reference.favor_trig,
-    "regularized": reference.favor,  # the sphere is in the projection
-    "relu": partial(reference.favor_generalized, function=torch.relu),
-    "sigmoid": partial(reference.favor_generalized, function=torch.sigmoid),
-    "abs": partial(reference.favor_generalized, function=torch.abs),
-    "generalized_exp": partial(reference.favor_generalized, function=torch.exp),
+    "relu": reference.favor_relu,
     "favor++": reference.favor_optimal,
 }
 ORACLES = {

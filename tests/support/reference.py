@@ -91,17 +91,6 @@ def relu(x: torch.Tensor) -> torch.Tensor:
     return x.double().clamp(min=0) + 1e-3
 
 
-def t2r(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, scaling: float) -> torch.Tensor:
-    """T2R (Kasai 2021): relu(W x + b) per head; x `[B, H, N, D]`, weight `[H, D, F]`, bias `[H, 1, F]`."""
-    return (x.double() * math.sqrt(scaling) @ weight.double() + bias.double()).relu()
-
-
-def taylor_weights(query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Based (Arora 2024): exp(s) to second order, 1 + s + s^2 / 2 with s = scaling q·k; `[B, H, N, S]`."""
-    s = scaling * query.double() @ repeat_heads(key.double(), query.shape[1]).transpose(-1, -2)
-    return 1 + s + s.square() / 2
-
-
 def hedgehog(x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
     """Logarithms of [softmax(x W), softmax(-x W)] per head (Hedgehog 2024, section 4.2).
 
@@ -136,9 +125,9 @@ def favor_trig(x: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
     return scale * torch.cat((phases.sin(), phases.cos()), dim=-1)
 
 
-def favor_generalized(x: torch.Tensor, projection: torch.Tensor, function) -> torch.Tensor:
-    """Logarithms of f(w·x) + 1e-3 (Performer 2020, section 2.2, generalised attention; kernel epsilon 1e-3)."""
-    return (function(x.double() @ projection.double().T) + 1e-3).log()
+def favor_relu(x: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+    """Logarithms of relu(w·x) + 1e-3 (Performer 2020, section 2.2, generalised attention; kernel epsilon 1e-3)."""
+    return relu(x.double() @ projection.double().T).log()
 
 
 def favor_optimal(x: torch.Tensor, projection: torch.Tensor, a: torch.Tensor) -> torch.Tensor:

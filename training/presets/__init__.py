@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 PAPERS = "benchmarks/papers/recipes"  # in a checkout
-OF_PAPERS = ("cald-linformer", "hedgehog", "radlads", "t2r")  # which were presets before
+OF_PAPERS = ("cald-linformer", "hedgehog", "radlads")  # which were presets before
 EPOCHS = 6.0  # of images, for all stages together
 # MiniLM with a window of 128 tokens, 40,000 tokens of training on 65 to 512: a cosine of .9951 to .9784 by length; at
 # 5e-5 .9855 to .9694, which is less than without training (1 to .9765).
