@@ -16,7 +16,6 @@ import contextlib
 import copy
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +29,6 @@ from benchmarks.models import (
     DEFAULT,
     LARGE,
     LINEAR,
-    MODELS,
     SOFTMAX,
     decoder,
     forward_pass,
@@ -39,7 +37,7 @@ from benchmarks.models import (
     variants,
     without_attention,
 )
-from hf_linear_attention import PromptStore, accelerate_stock_models, convert
+from hf_linear_attention import accelerate_stock_models
 from hf_linear_attention.default_settings import DEFAULTS
 
 
@@ -85,7 +83,7 @@ def measure(comparison: Comparison, rounds: int, seconds: float) -> tuple[Table,
     return table([comparison.title, *found], rows), milliseconds
 
 
-SDPA, TRANSFORMERS, STOCK, AGAIN = "sdpa", "transformers", "stock layer", "the prefix read again"
+SDPA, TRANSFORMERS, STOCK = "sdpa", "transformers", "stock layer"
 COPY, LEFT_OUT = f"{SOFTMAX}, a copy", "default, attention left out"
 ENCODERS: dict[str, dict[str, Any]] = {
     "window 128 + 1 (default)": DEFAULTS["bidirectional"],
@@ -193,30 +191,6 @@ def compiled(name: str, context: int) -> Methods:
     return made
 
 
-def first_token(name: str, length: int) -> Methods:
-    """The first token of a question of 32 tokens behind a prefix that an earlier prompt had.
-
-    The state is read from its file every time, checked, and the store is opened anew as another process would.
-    """
-    torch.manual_seed(0)
-    model = convert(MODELS[name]().eval())
-    prefix = torch.randint(3, 32000, (1, length))
-    prompts = [torch.cat([prefix, torch.randint(3, 32000, (1, 32))], dim=1) for _ in range(2)]
-    folder = tempfile.TemporaryDirectory()
-    PromptStore(model, folder.name, boundary=length).read(prompts[0])
-
-    def generate(cache: Any = None) -> torch.Tensor:
-        return model.generate(prompts[1], past_key_values=cache, max_new_tokens=1, do_sample=False)
-
-    def stored() -> torch.Tensor:
-        return generate(PromptStore(model, folder.name, boundary=length).read(prompts[1]))
-
-    if not torch.equal(generate(), stored()):
-        raise SystemExit("the stored state gives another token")
-    # The folder lives as long as what reads it.
-    return {AGAIN: generate, "its state from a PromptStore": lambda kept=folder: stored()}
-
-
 def by_length(lengths: Sequence[int], make: Callable[..., Methods], label: str = "", **more: Any) -> dict[str, Any]:
     """A case for every length."""
     return {f"{label}{length:,}": partial(make, length=length, **more) for length in lengths}
@@ -291,11 +265,6 @@ def tables_of_models(size: Callable[[int], int], large: str) -> dict[str, Compar
             {"a step": partial(compiled, "Llama 15M", size(512))},
         ),
         "training": Comparison("a training step, tokens", SOFTMAX, trained),
-        "prefix": Comparison(
-            "first token of Llama 15M behind a prefix of",
-            AGAIN,
-            by_length([size(1024), size(8192), size(32768)], first_token, name="Llama 15M"),
-        ),
     }
 
 

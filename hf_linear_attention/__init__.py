@@ -25,7 +25,6 @@ __version__ = "0.1.0"
 _LAZY = {
     "LinearAttentionSettings": "configuration_linear_attention",
     "accelerate_stock_models": "stock_models",
-    "PromptStore": "state.prompt_store",
     "calibrate": "conversion_api",
     "convert": "conversion_api",
     "convert_and_heal": "conversion.convert_and_heal",
@@ -41,7 +40,6 @@ _LAZY = {
 }
 __all__ = [
     "LinearAttentionSettings",
-    "PromptStore",
     "accelerate_stock_models",
     "calibrate",
     "convert",

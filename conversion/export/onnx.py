@@ -161,7 +161,7 @@ class Decoder(nn.Module):
                 cache.layers[number].lazy_initialization(*kept)
                 cache.layers[number].keys, cache.layers[number].values = kept
             else:
-                state_layer(cache, number).restore(kept, (), seen)
+                state_layer(cache, number).restore(kept, seen)
         options: dict[str, Any] = {"attention_mask": attention_mask if has_softmax else attention_mask[:, -length:]}
         if self.takes_positions:
             positions = (attention_mask.cumsum(dim=1) - 1).masked_fill(attention_mask == 0, 0)

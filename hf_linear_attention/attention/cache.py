@@ -65,8 +65,6 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         self.owns_state = False  # whether one more token may be written over it, because no other tensor has its memory
         self.signature: str | None = None  # identifies the mechanism that made the state
         self.layout: tuple[Any, ...] | None = None  # heads, sizes and dtypes of the keys and values in the state
-        self.gate_layout: tuple[Any, ...] | None = None  # C and dtype of the gates, if there are any
-        self.query_layout: tuple[Any, ...] | None = None  # heads, size and dtype of queries that a rollback needs
         self.is_claimed = False
         self.state_at_crop: State | None = None
         self.recorded: list[Tokens] = []
@@ -186,14 +184,10 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def extend(self, state: State, inputs: MechanismInputs, needs_queries: bool) -> None:
         """Store the state after the tokens of `inputs`, and while recording these tokens for a rollback."""
-        key, value, mask, query = inputs.key, inputs.value, inputs.attention_mask, None
-        if inputs.gates is not None and self.gate_layout is None:
-            self.gate_layout = (inputs.gates.shape[2], inputs.gates.dtype)
-        if needs_queries:
-            query = inputs.query
-            self.query_layout = self.query_layout or (query.shape[1], query.shape[3], query.dtype)
+        key, query = inputs.key, inputs.query if needs_queries else None
         if self.record_past:
-            self.recorded.append(Tokens(key, value, mask, inputs.positions, inputs.gates, query))
+            tokens = Tokens(key, inputs.value, inputs.attention_mask, inputs.positions, inputs.gates, query)
+            self.recorded.append(tokens)
         # Where gradients are enabled, a graph may need it as it is. Compiled steps must not depend on who owns a state.
         may_own = key.shape[2] == 1 and not is_tracing() and not torch.is_grad_enabled()
         owned = may_own and self.owns_state and all(new is old for new, old in zip(state, self.state or ()))
@@ -218,14 +212,12 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
                 for tensor in self.state:
                     torch._dynamo.mark_static_address(tensor)
 
-    def restore(self, state: State, pending: tuple[torch.Tensor | None, ...], num_tokens: int) -> None:
-        """Restore a saved layer: `state` or `pending`, whose tensors are those of `Tokens`, may be empty."""
-        self.lazy_initialization((state or pending)[0], None)
+    def restore(self, state: State, num_tokens: int) -> None:
+        """Restore the saved state of so many tokens."""
+        self.lazy_initialization(state[0], None)
         self.cumulative_length = num_tokens
-        if state:
-            self.store(state)
+        self.store(state)
         self.state_at_crop = self.state
-        self.pending = Tokens(*pending) if pending else None
 
     @property
     def has_other_states(self) -> bool:
@@ -301,7 +293,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         """Forget all tokens."""
         LinearAttentionLayer.reset(self)
         self.state = self.state_at_crop = self.pending = self.keys = self.values = None
-        self.signature = self.layout = self.gate_layout = self.query_layout = None
+        self.signature = self.layout = None
         self.is_claimed = self.owns_state = False
         self.recorded = []
         if self.static:

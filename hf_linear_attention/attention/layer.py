@@ -311,7 +311,7 @@ class LinearizedAttention:
             state_layer.leave_inference_mode()
         in_place = (state_layer.static or (state_layer.owns_state and not is_tracing())) and not state_layer.record_past
         if state_layer.pending is not None:
-            self._absorb_pending(state_layer, inputs.scaling)
+            self.absorb_pending(state_layer)
         mechanism_inputs = inputs._replace(in_place=True) if in_place else inputs
         output, state = self.linear_attention(mechanism_inputs, state_layer.state)
         state_layer.extend(state, inputs, self.linear_attention.absorbs_queries)
@@ -327,12 +327,12 @@ class LinearizedAttention:
         inputs = inputs._replace(attention_mask=numbers == numbers.amax(dim=1, keepdim=True))
         state_layer.extend(self.linear_attention.absorb(inputs, None), inputs, self.linear_attention.absorbs_queries)
 
-    def _absorb_pending(self, state_layer: LinearAttentionStateLayer, scaling: float) -> None:
+    def absorb_pending(self, state_layer: LinearAttentionStateLayer) -> None:
         """Bring the state up to date after a rollback."""
         key, value, mask, positions, gates, query = cast(Tokens, state_layer.pending)
         if query is None:
             query = key.new_zeros(key.shape[0], self.linear_attention.shape.num_heads, *key.shape[2:])
-        inputs = MechanismInputs(query, key, value, mask, scaling, True, positions, gates)
+        inputs = MechanismInputs(query, key, value, mask, self.linear_attention_scaling, True, positions, gates)
         state_layer.absorbed(self.linear_attention.absorb(inputs, state_layer.state_at_crop))
 
     def _refuse_some_heads(self, num_heads: int) -> None:

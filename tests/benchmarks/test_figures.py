@@ -43,7 +43,6 @@ FIGURES = [
     ("docs/mechanisms/gated_delta.md", "A layer of Kimi Linear is", "7.0 1.4", "speed", "| accelerated |"),
     ("docs/mechanisms/hybrid.md", "the slowest kernel", ".9 5.4", "speed", "| hybrid 64 + 1 | 0.462"),
     ("docs/positions.md", "The default of decoders is", ".8 2.0 4.9", "speed", "| hybrid, exact keys (default) |"),
-    ("docs/state.md", "the first token comes", "98", "speed", "| its state from a PromptStore |"),
     ("docs/tutorials/embeddings.md", "Before the training the cosine was", ".9992 .9745", "conversion", "The tutorial"),
 ]
 NUMBER = re.compile(r"(?<![\w.])(?:\d[\d,]*(?:\.\d+)?|\.\d+)")

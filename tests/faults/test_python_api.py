@@ -12,7 +12,7 @@ from matrix import stock_model
 from torch import nn
 
 import hf_linear_attention
-from hf_linear_attention import PromptStore, calibrate, convert, softmax_attention
+from hf_linear_attention import calibrate, convert, softmax_attention
 from hf_linear_attention.mechanisms.performer import PerformerAttention
 
 
@@ -81,18 +81,9 @@ def test_calibrate(stock, batches):
     _assert_our_own(lambda: calibrate(model, batches))
 
 
-def test_what_is_no_prompt_or_no_store_of_prompts(stock, tmp_path):
-    decoder = convert(stock, num_features=8)
-    store = PromptStore(decoder, tmp_path, boundary=4)
-    for prompt in (3, [1, 2], torch.zeros(1, 9), torch.zeros(2, 9).long(), torch.full((1, 9), 10**6)):
-        _assert_our_own(lambda prompt=prompt: store.read(prompt), "input_ids")
-    for model in (3, nn.Linear(2, 2), stock):
-        _assert_our_own(lambda model=model: PromptStore(model, tmp_path), "not converted")
-    (tmp_path / "file").write_text("x")
-    _assert_our_own(lambda: PromptStore(decoder, tmp_path / "file"), "not a folder")
-    (tmp_path / "prompt_store.json").write_bytes(b"\xff")
-    _assert_our_own(lambda: PromptStore(decoder, tmp_path), "prompt_store.json")
+def test_what_is_no_prompt(stock, tmp_path):
     os.mkfifo(tmp_path / "pipe")
+    decoder = convert(stock, num_features=8)
     _assert_our_own(lambda: hf_linear_attention.load_prompt_state(decoder, tmp_path / "pipe"), "not a file")
 
 

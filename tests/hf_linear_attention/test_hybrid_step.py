@@ -62,7 +62,7 @@ def decoded(mechanism, inputs):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("settings", [SETTINGS[4], SETTINGS[9]], ids=str)
+@pytest.mark.parametrize("settings", [SETTINGS[3], SETTINGS[8]], ids=str)
 def test_a_step_far_from_the_start_is_the_form_of_many_tokens(settings, backend):
     """After a million tokens, float32 angles are 1e-3 of a turn apart, so turns have to be reduced in float64."""
     mechanism, inputs = hybrid(settings), qkv(LENGTH, dim=16)
@@ -125,7 +125,7 @@ def test_a_static_cache_holds_dense_tensors_so_that_no_step_copies_them():
 
 @torch.no_grad()
 @needs_c
-@pytest.mark.parametrize("settings", [SETTINGS[2], SETTINGS[4], SETTINGS[-1]], ids=str)
+@pytest.mark.parametrize("settings", [SETTINGS[2], SETTINGS[3], SETTINGS[-1]], ids=str)
 def test_a_step_in_place_is_one_that_is_not_and_a_refused_one_changes_nothing(settings):
     mechanism, inputs = hybrid(settings), qkv(LENGTH, dim=16)
     layer = static_layer(mechanism, inputs, 1)

@@ -1,4 +1,4 @@
-"""The state of a prompt: saved and restored, in files that are whole or refused, and in a folder that is searched."""
+"""The state of a prompt: saved and restored, in files that are whole or refused."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache, StaticCache
 
-from hf_linear_attention import PromptStore, convert, load_prompt_state, save_prompt_state
+from hf_linear_attention import convert, load_prompt_state, save_prompt_state
 from hf_linear_attention.state import prompt_state
-from hf_linear_attention.state.prompt_state import identity_of
 
 
 IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(3))
@@ -175,7 +174,7 @@ def test_a_flipped_bit_anywhere(model, path):
 
 @pytest.mark.parametrize(
     ("version", "match"),
-    [(4, r"in format version 4, .* up to 3\. Upgrade"), (0, "`format_version` = 0"), ("2", "'2'"), (None, "None")],
+    [(2, r"in format version 2, .* up to 1\. Upgrade"), (0, "`format_version` = 0"), ("1", "'1'"), (None, "None")],
 )
 def test_format_versions(model, path, version, match):
     rewrite(path, {"format_version": version})
@@ -186,10 +185,10 @@ def test_format_versions(model, path, version, match):
     ("about", "drop", "match"),
     [
         *(({"num_tokens": value}, (), "`num_tokens` is .*, but must be an integer") for value in (True, -1, 10**30)),
-        ({}, ["num_layers"], "`num_layers` is None, but must be an integer"),
+        ({}, ["num_tokens"], "`num_tokens` is None, but must be an integer"),
         ({}, ["weights"], "of another model in .*`weights` is None"),
-        ({}, ["0.state.6"], "in layer 0, the tensors are .*; this model makes"),
-        ({}, ["1.keys"], "in layer 1, the tensors are .*; this model makes"),
+        ({}, ["0.state.6"], r"it lacks 0\.state\.6, and this model makes no other one"),
+        ({}, ["1.keys"], r"it lacks 1\.keys, and this model makes no other one"),
     ],
 )
 def test_numbers_and_tensors_that_are_wrong_or_missing(model, path, about, drop, match):
@@ -201,37 +200,31 @@ def test_numbers_and_tensors_that_are_wrong_or_missing(model, path, about, drop,
 
 # How the tensors of a file are changed, and what is said of it.
 CHANGES = {
-    "fewer features": (lambda t: {"0.state.0": t["0.state.0"][:, :, :8]}, r"`state.0` is \[2, 2, 8, 10\]"),
-    "another dtype": (lambda t: {"2.state.0": t["2.state.0"].double()}, "layer 2, `state.0` is .* in torch.float64"),
+    "fewer features": (lambda t: {"0.state.0": t["0.state.0"][:, :, :8]}, r"`0.state.0` is \[2, 2, 8, 10\]"),
+    "another dtype": (lambda t: {"2.state.0": t["2.state.0"].double()}, "`2.state.0` is .* in torch.float64"),
     "a number": (lambda t: {"0.state.6": torch.tensor(3)}, r"rows, but must all have the same number"),
     "fewer rows": (lambda t: {"2.state.0": t["2.state.0"][:1]}, r"its tensors have \[1, 2\] rows"),
-    "fewer softmax keys": (lambda t: {"1.keys": t["1.keys"][:, :, 1:]}, r"`keys` is \[2, 2, 11, 8\]"),
-    "a tensor too many": (lambda t: {"0.state.7": t["0.state.6"]}, "in layer 0, the tensors are .*state.7"),
+    "fewer softmax keys": (lambda t: {"1.keys": t["1.keys"][:, :, 1:]}, r"`1.keys` is \[2, 2, 11, 8\]"),
+    "a tensor too many": (
+        lambda t: {"0.state.7": t["0.state.6"]},
+        r"and this model makes no 0\.state\.7",
+    ),
     "a layer too many": (
         lambda t: {"3.state.0": t["0.state.0"]},
-        r"belong to no layer of this model, 3\.state\.0",
+        r"and this model makes no 3\.state\.0",
     ),
-    "a state for softmax": (lambda t: {"1.state.0": t["0.state.0"]}, "in layer 1, the tensors are keys, state"),
-    "a count below 0": (lambda t: {"0.state.6": t["0.state.6"] - 99}, r"`state.6` holds -87 to -87, .* 0 to 12"),
-    "a kind below 0": (lambda t: {"0.state.3": t["0.state.3"] - 5}, "`state.3` holds -4 to -4, .* 0 to 127"),
-    "too much pending": (
-        lambda t: {f"0.pending.{place}": torch.zeros(2, 2, 13, 8) for place in range(2)},
-        r"`pending.0` is \[2, 2, 13, 8\] in torch.float32; this model makes \[2, 2, 1 to 12, 8\]",
-    ),
-    "unequal pending": (
-        lambda t: {f"0.pending.{place}": torch.zeros(2, 2, 1 + place, 8) for place in range(2)},
-        r"the tensors `pending` hold \[1, 2\] of 12 tokens",
-    ),
+    "a state for softmax": (lambda t: {"1.state.0": t["0.state.0"]}, r"this model makes no 1\.state\.0"),
+    "a count below 0": (lambda t: {"0.state.6": t["0.state.6"] - 99}, r"`0.state.6` holds -87 to -87, .* 0 to 12"),
+    "a kind below 0": (lambda t: {"0.state.3": t["0.state.3"] - 5}, "`0.state.3` holds -4 to -4, .* 0 to 127"),
 }
 
 
 @pytest.mark.parametrize("case", CHANGES)
 def test_tensors_that_this_model_does_not_make(model, path, case):
-    """In a file of the first version, which has no checksum, so that only this protects."""
+    """With a checksum of what the file holds, so that only this protects."""
     change, match = CHANGES[case]
     tensors = {name: x.contiguous() for name, x in change(content(path)[1]).items()}
-    weights = {"weights": prompt_state.identity_of(model, 1)["weights"]}
-    rewrite(path, weights, tensors=tensors, drop=["sha256", "format_version"], signed=False)
+    rewrite(path, tensors=tensors)
     refuses(model, path, damage(match))
 
 
@@ -247,23 +240,18 @@ def test_every_tensor_of_every_mechanism_is_checked(row, tmp_path):
     save_prompt_state(model, cache, path)
     assert load_prompt_state(model, path).get_seq_length() == 8
     about, tensors = content(path)
-    assert {name.split(".")[1] for name in tensors} == {"state", "pending"}
-    first = {"prompt_state": json.dumps({**about, **prompt_state.identity_of(model, 1)})}
     for name, tensor in tensors.items():
-        save_file({**tensors, name: torch.cat((tensor, tensor[..., :1]), dim=-1)}, path, metadata=first)
-        refuses(model, path, damage("in layer 0, "))
+        rewrite(path, about, {**tensors, name: torch.cat((tensor, tensor[..., :1]), dim=-1)})
+        refuses(model, path, damage(f"`{name}` is "))
 
 
 @torch.no_grad()
 def test_layers_with_different_mechanisms(model, path, tmp_path):
-    """Layer 2 stays softmax. A file of an earlier version lacks options of either mechanism."""
+    """Layer 2 stays softmax."""
     settings = [{**HYBRID, "layers": [0]}, {"mechanism": "performer", "num_features": 16, "layers": [1]}]
     mixed, mixed_path = convert(stock_model("llama"), settings=settings), tmp_path / "mixed.safetensors"
     cache = cache_of(mixed(IDS[:, :PROMPT]))
     save_prompt_state(mixed, cache, mixed_path)
-    older = [dict(entry) for entry in content(mixed_path)[0]["linear_attention"]]
-    del older[0]["rope"], older[1]["rotary"]
-    rewrite(mixed_path, {"linear_attention": older})
     restored = load_prompt_state(mixed, mixed_path)
     outputs = [mixed(IDS[:, PROMPT:], **past(state)).logits for state in (restored, cache)]
     assert torch.equal(*outputs)
@@ -289,137 +277,3 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(model, path, fault, mo
     save_prompt_state(model, cache, path)
     assert load_prompt_state(model, path).get_seq_length() == 5
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-
-
-LINE = torch.randint(3, 64, (1, 24), generator=torch.Generator().manual_seed(3))
-
-
-@pytest.fixture(scope="module")
-def double(model):
-    return copy.deepcopy(model).double()
-
-
-def other_end(length: int) -> torch.Tensor:
-    """The prompt, with other tokens from `length` on."""
-    return torch.cat([LINE[:, :length], 66 - LINE[:, length:]], dim=1)
-
-
-def files(folder):
-    return sorted((int(path.name.split("-")[0]), path) for path in folder.glob("*.safetensors"))
-
-
-def count_reads(double, monkeypatch):
-    """The number of tokens in every call of the base model."""
-    read, forward = [], double.base_model.forward
-
-    def counted(*args, **kwargs):
-        read.append(kwargs["input_ids"].shape[1])
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(double.base_model, "forward", counted)
-    return read
-
-
-@torch.no_grad()
-def goes_on(double, ids, cache):
-    """What follows a restored beginning is what one pass gives."""
-    start = int(cache.get_seq_length())
-    expected = double(input_ids=ids).logits[:, start:]
-    torch.testing.assert_close(double(input_ids=ids[:, start:], **past(cache)).logits, expected)
-
-
-@torch.no_grad()
-def test_the_longest_shared_beginning_is_read_once(double, tmp_path, monkeypatch):
-    store = PromptStore(double, tmp_path, boundary=5)
-    assert store.length_of(LINE) == 0
-    cache = store.read(LINE)
-    assert cache.get_seq_length() == 20  # the last boundary before the last token
-    assert [length for length, _ in files(tmp_path)] == [5, 10, 15, 20]
-    goes_on(double, LINE, cache)
-    again = PromptStore(double, tmp_path, boundary=5)  # as in another process
-    read = count_reads(double, monkeypatch)
-    cache = again.read(LINE)
-    assert sum(read) == 1  # `read_prompt_state` reads one token to know the sizes
-    goes_on(double, LINE, cache)
-    for shared, found in ((23, 20), (19, 15), (5, 5), (4, 0)):
-        assert again.length_of(other_end(shared)) == found
-        goes_on(double, other_end(shared), again.read(other_end(shared)))
-
-
-def test_generation_goes_on_from_it(double, tmp_path):
-    store = PromptStore(double, tmp_path, boundary=8)
-    expected = double.generate(LINE, max_new_tokens=6, do_sample=False)
-    for _ in range(2):  # a stored state serves many times
-        found = double.generate(LINE, **past(store.read(LINE)), max_new_tokens=6, do_sample=False)
-        assert torch.equal(found, expected)
-
-
-def test_a_prompt_that_ends_at_a_boundary_leaves_one_token(double, tmp_path):
-    store = PromptStore(double, tmp_path, boundary=8)
-    assert store.read(LINE).get_seq_length() == 16  # 24 would leave nothing for `generate`
-    assert store.read(LINE[:, :8]) is None
-    assert store.read(LINE[:, :9]).get_seq_length() == 8
-
-
-def test_what_was_not_used_for_longest_goes_first(double, tmp_path):
-    store = PromptStore(double, tmp_path, boundary=12)
-    store.read(LINE)
-    ((_, first),) = files(tmp_path)
-    largest = 2 * first.stat().st_size + 100
-    store = PromptStore(double, tmp_path, boundary=12, max_bytes=largest)
-    os.utime(first, (1, 1))
-    second = other_end(1)
-    store.read(second)
-    assert store.length_of(LINE) == store.length_of(second) == 12
-    os.utime(first, (1, 1))
-    store.read(LINE)  # used: now the second is the older one
-    store.read(other_end(2))
-    assert store.length_of(LINE) == store.length_of(other_end(2)) == 12
-    assert store.length_of(second) == 0
-    assert sum(path.stat().st_size for _, path in files(tmp_path)) <= largest
-    with pytest.raises(ValueError, match="`max_bytes` = 10, but one state of this model takes"):
-        PromptStore(double, tmp_path / "small", boundary=12, max_bytes=10).read(LINE)
-    assert not files(tmp_path / "small")
-
-
-def test_another_model_is_refused(double, tmp_path):
-    PromptStore(double, tmp_path).read(LINE)
-    torch.manual_seed(7)
-    other = convert(stock_model("llama"), **HYBRID).double()
-    with torch.no_grad():
-        next(other.parameters()).add_(1)
-    with pytest.raises(ValueError, match=r"of another model in .*prompt_store\.json"):
-        PromptStore(other, tmp_path)
-
-
-@pytest.mark.parametrize("given", ["a shorter beginning", "another prompt"])
-def test_a_file_under_the_name_of_another_is_not_used(double, tmp_path, given):
-    store = PromptStore(double, tmp_path, boundary=8)
-    store.read(LINE)
-    (_, shorter), (_, path) = files(tmp_path)
-    store.read(other_end(2))
-    (other,) = {other for length, other in files(tmp_path) if length == 16} - {path}
-    path.write_bytes((shorter if given == "a shorter beginning" else other).read_bytes())
-    cache = store.read(LINE)
-    assert cache.get_seq_length() == 16
-    goes_on(double, LINE, cache)
-
-
-def test_a_folder_of_an_earlier_version(double, tmp_path, monkeypatch):
-    """Its files do not name their tokens, and its weights were compared by samples."""
-    with monkeypatch.context() as earlier:
-        earlier.setattr("hf_linear_attention.state.prompt_store.identity_of", lambda given: identity_of(given, 2))
-        PromptStore(double, tmp_path, boundary=8)
-    PromptStore(double, tmp_path, boundary=8).read(LINE)
-    for _, path in files(tmp_path):
-        save_prompt_state(double, load_prompt_state(double, path), path)
-        with safe_open(path, framework="pt") as file:
-            about = json.loads(file.metadata()["prompt_state"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
-        about |= identity_of(double, 2)
-        del about["sha256"]
-        about["sha256"] = prompt_state._digest(about, tensors)
-        save_file(tensors, path, metadata={"prompt_state": json.dumps(about)})
-    read = count_reads(double, monkeypatch)
-    assert PromptStore(double, tmp_path, boundary=8).read(LINE).get_seq_length() == 16
-    assert sum(read) == 1  # `read_prompt_state` reads one token to know the sizes
