@@ -124,28 +124,6 @@ def test_a_static_cache_holds_dense_tensors_so_that_no_step_copies_them():
 
 
 @torch.no_grad()
-@needs_c
-@pytest.mark.parametrize("settings", [SETTINGS[2], SETTINGS[3], SETTINGS[-1]], ids=str)
-def test_a_step_in_place_is_one_that_is_not_and_a_refused_one_changes_nothing(settings):
-    mechanism, inputs = hybrid(settings), qkv(LENGTH, dim=16)
-    layer = static_layer(mechanism, inputs, 1)
-    state, memory = tuple(x.clone() for x in layer.state), [x.data_ptr() for x in layer.state]
-    for t in range(1, LENGTH):
-        expected, state = run(mechanism, inputs, t, t + 1, state)
-        output, new = run(mechanism, inputs, t, t + 1, layer.state, in_place=True)
-        layer.store(new)
-        torch.testing.assert_close(output, expected, rtol=0, atol=0)
-        torch.testing.assert_close(layer.state, state, rtol=0, atol=0)
-    assert [x.data_ptr() for x in layer.state] == memory
-    strided = (*layer.state[:1], layer.state[1].mT.contiguous().mT, *layer.state[2:])
-    with pytest.raises(ValueError, match=r"`state` has a tensor with strides .* dense"):
-        run(mechanism, inputs, 0, 1, strided, in_place=True)
-    with pytest.raises(ValueError, match="it must have"):
-        run(mechanism, [inputs[0][..., :8], *inputs[1:]], 0, 1, layer.state, in_place=True)
-    torch.testing.assert_close(layer.state, state, rtol=0, atol=0)
-
-
-@torch.no_grad()
 @pytest.mark.usefixtures("fresh_compiler")
 @needs_c
 def test_a_compiled_step_writes_a_static_cache_without_a_copy():
