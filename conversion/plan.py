@@ -20,7 +20,6 @@ from hf_linear_attention._common.heads import Head, Inputs, head_of
 from hf_linear_attention._common.reading import read_json, reading
 from hf_linear_attention.attention.architectures import attention_modules
 from hf_linear_attention.attention.layer import LinearizedCrossAttention
-from hf_linear_attention.attention.survey import converted_features, is_bounded
 from hf_linear_attention.attention.transformers_internals import loaded_names
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.options import SIZES
@@ -35,6 +34,7 @@ from hf_linear_attention.modeling_linear_attention import (
     linear_model_class,
     self_attention_modules,
 )
+from hf_linear_attention.survey import converted_features, is_bounded
 from hf_linear_attention.training.recipe import MECHANISM
 
 

@@ -99,7 +99,7 @@ PROVIDERS.append(_on_demand("kernels", "register_kernels"))
 EXTENSIONS["first_instance"] = _on_demand("registration", "register_heads")
 EXTENSIONS["checkpoint_code"] = _on_demand("checkpoint_code", "checkpoint_code")
 for _name in ("attention_classes", "survey"):
-    EXTENSIONS[_name] = _on_demand("attention.survey", _name)
+    EXTENSIONS[_name] = _on_demand("survey", _name)
 EXTENSIONS["after_saving"] = _on_demand("conversion.report", "write_conversion_files")
 for _name in ("convert", "save_prompt_state", "load_prompt_state"):
     EXTENSIONS[_name] = _on_demand(_LAZY[_name], _name)

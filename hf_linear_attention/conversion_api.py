@@ -17,7 +17,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from .attention.layer import LinearizedCrossAttention
-from .attention.survey import BoundedLayersError, NoRotaryError, RotaryError
 from .attention.transformers_internals import NOT_SAVED, base_model_class, converting, has_adapters
 from .attention_observation import ObservedAttention, observe_attention
 from .configuration_linear_attention import entries_of, linear_config_class, max_length_of, model_heads
@@ -26,6 +25,7 @@ from .layer_ranges import is_by_layer, spread
 from .mechanisms.base import MechanismInputs
 from .mechanisms.registry import MECHANISMS
 from .modeling_linear_attention import converted_modules, linear_attention_modules, linear_model_class
+from .survey import BoundedLayersError, NoRotaryError, RotaryError
 
 
 logger = logging.get_logger(__name__)

@@ -20,8 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .attention.architectures import attention_modules, layer_type, stock_class_of
-from .attention.calls import NotObservedError, attention_call, cos_and_sin, rotary_widths
 from .attention.transformers_internals import ROTARY_ARGUMENTS
+from .attention_calls import NotObservedError, attention_call, cos_and_sin, rotary_widths
 from .configuration_linear_attention import max_length_of
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_linear_attention._common.errors import SetupError
 from hf_linear_attention._common.loaded_weights import shown
 from hf_linear_attention.attention.architectures import stock_class_of
-from hf_linear_attention.attention.calls import query_and_key_units
+from hf_linear_attention.attention_calls import query_and_key_units
 from hf_linear_attention.modeling_linear_attention import self_attention_modules
 from hf_linear_attention.training.distributed import load_whole, whole
 

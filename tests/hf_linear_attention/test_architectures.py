@@ -12,8 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_linear_attention import convert
 from hf_linear_attention.attention.architectures import attention_modules, is_causal_attention, layer_shape
-from hf_linear_attention.attention.survey import features_of
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.survey import features_of
 
 
 LINFORMER = {"mechanism": "linformer", "projection_size": 8}

@@ -10,7 +10,7 @@ from transformers import AutoModel
 from transformers.initialization import no_init_weights
 
 from hf_linear_attention.attention.architectures import attention_modules
-from hf_linear_attention.attention.calls import KEYWORDS, NotObservedError, attention_call, interface_keywords
+from hf_linear_attention.attention_calls import KEYWORDS, NotObservedError, attention_call, interface_keywords
 from hf_linear_attention.rotary_positions import PAIRINGS, RotaryPairing, rotary_pairing
 
 

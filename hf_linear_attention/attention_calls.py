@@ -24,8 +24,8 @@ from transformers import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from .architectures import layer_hidden_size
-from .transformers_internals import set_attention_implementation
+from .attention.architectures import layer_hidden_size
+from .attention.transformers_internals import set_attention_implementation
 
 
 logger = logging.get_logger(__name__)

@@ -16,11 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..configuration_linear_attention import DROPPABLE, max_length_of, num_attention_layers
-from ..mechanisms.base import LayerShape
-from ..positions.rotary import needs_rotary, rotary_of
-from ..rotary_positions import observed_rotary
-from .architectures import (
+from .attention.architectures import (
     adapter_of,
     config_of,
     is_causal_attention,
@@ -29,8 +25,12 @@ from .architectures import (
     layer_type,
     stock_class_of,
 )
-from .calls import interface_keywords
-from .transformers_internals import FEATURE_ARGUMENTS
+from .attention.transformers_internals import FEATURE_ARGUMENTS
+from .attention_calls import interface_keywords
+from .configuration_linear_attention import DROPPABLE, max_length_of, num_attention_layers
+from .mechanisms.base import LayerShape
+from .positions.rotary import needs_rotary, rotary_of
+from .rotary_positions import observed_rotary
 
 
 # The forward pass of classes with these names is observed; LongCat-Flash has a `LongcatFlashMLA`.
