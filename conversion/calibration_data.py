@@ -209,7 +209,7 @@ def texts_of(rows: Dataset, name: str) -> list[str]:
 
 
 def reads_rows(source: Source, plan: Plan, path: str) -> bool:
-    """Whether `path` is read as rows of the model's task, and not as plain text or as a folder of images.
+    """Whether `path` is read as rows of the model's task, and not as plain text.
 
     Raises:
         UsageError: if it is a file of rows without the columns of that task.
