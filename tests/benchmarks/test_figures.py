@@ -19,7 +19,7 @@ FIGURES = [
     ("README.md", "recall of 32 pairs", "98 100", "recall", "| `--preset default`, window 13"),
     ("README.md", "recall of 32 pairs", "54", "recall", "| window 64, healed | 53.9"),
     ("README.md", "within the 512 tokens of its training", "1.351 1.357 1.358", "conversion", "The quick start"),
-    ("docs/comparison.md", "nats per token, and the default", "1.432 1.438", "conversion", "LoLCATs' form"),
+    ("docs/figures.md", "nats per token, and the default", "1.432 1.438", "conversion", "LoLCATs' form"),
     ("docs/figures.md", "`--preset default --state_bytes 76920`", "1.355", "conversion", "| version 7, means"),
     ("docs/figures.md", "`--preset linear --num_features 64`", "1.465", "conversion", "| preset `linear`, 64"),
     (
