@@ -29,7 +29,7 @@ from hf_linear_attention._common.options import (
 from hf_linear_attention.layer_ranges import is_by_layer, parse_by_layer, parse_layers
 from hf_linear_attention.mechanisms.options import DROPPABLE, MECHANISM_OPTIONS, OWN
 from hf_linear_attention.training.recipe import REMOVED as OF_FINETUNE
-from hf_linear_attention.training.tasks import CACHED, TASKS, TEXT_TASKS
+from hf_linear_attention.training.tasks import TASKS, TEXT_TASKS
 
 
 # The table of mechanisms needs torch, so that it is imported where it is used.
@@ -50,7 +50,7 @@ REMOVED: dict[str, str] = {
     "normalization": "leave it out: near and far keys share one denominator",
     "softmax_heads": "give `--num_exact_keys` of `--attention hybrid`, or keep whole layers with `--softmax_layers`",
     "max_position_embeddings": "read longer texts in chunks (docs/positions.md)",
-    **{name: OF_FINETUNE[name] for name in _OF_EMBEDDINGS},
+    **{name: OF_FINETUNE[name] for name in (*_OF_EMBEDDINGS, "cache_teacher")},
 }
 
 
@@ -233,16 +233,6 @@ class ConversionArguments(MeasuringArguments):
         bounds=COUNT,
         needs=("preset",),
         on_resume=OnResume.FREE,
-        group="training",
-    )
-    cache_teacher: str | None = option(
-        "keep the original's outputs in this folder, and read them where a text is trained on again: the first stage "
-        "writes them, the second and later runs read them",
-        None,
-        needs=("preset",),
-        tasks=CACHED,
-        is_path=True,
-        on_resume=OnResume.WARNED,
         group="training",
     )
     seed: int | None = option(

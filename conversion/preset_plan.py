@@ -202,7 +202,6 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
         "max_train_tokens": parse_tokens(arguments.tokens) if arguments.tokens is not None else None,
         "num_train_epochs": arguments.epochs,
         "seed": arguments.seed,
-        "cache_teacher": arguments.cache_teacher,
         "checkpointing_steps": arguments.checkpointing_steps,
         "save_total_limit": 1,
         "output_dir": str(work / TRAINED),

@@ -43,7 +43,6 @@ from hf_linear_attention.training.evaluation.evaluator import Evaluator, Generat
 from hf_linear_attention.training.evaluation.recall import RecallProbe
 from hf_linear_attention.training.losses.objectives import LOSS, Objective, StudentWithObjectives
 from hf_linear_attention.training.losses.teacher import Teacher
-from hf_linear_attention.training.losses.teacher_cache import CachedTeacher, HiddenStates, Kind, Logits, open_cache
 from hf_linear_attention.training.models import freeze, parameter_groups
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tracking import MetricsFile
@@ -151,11 +150,8 @@ class TrainingLoop:
         warmup = math.ceil(optimization.warmup_ratio * self.total_steps)
         # The scheduler is not prepared, because accelerate would advance it once per process.
         self.scheduler = get_scheduler(optimization.lr_scheduler_type, optimizer, warmup, self.total_steps)
-        self.cached = cached_teacher(context, self.inputs, self.objectives)
-        layers, note = hidden_layers_of(recipe, self.objectives), None
-        if self.cached is not None and self.cached.teacher is None:
-            note, layers = self.cached.note, _kept_layers(recipe)
-        module = StudentWithObjectives(student, self.objectives, layers, note, optimization.max_logits_mb)
+        layers = hidden_layers_of(recipe, self.objectives)
+        module = StudentWithObjectives(student, self.objectives, layers, optimization.max_logits_mb)
         if accelerator.scaler is not None:
             module.gradient_scale = accelerator.scaler.get_scale
         # The student needs no device placement, because it is on its device already.
@@ -228,7 +224,7 @@ class TrainingLoop:
             last = number == len(window)
             synchronization = nullcontext() if last else self.accelerator.no_sync(self.synchronized)
             with synchronization:
-                teacher = self.cached or self.context.teacher
+                teacher = self.context.teacher
                 targets = teacher(batch) if self._uses_teacher() and teacher else None
                 loss, figures = self.module(batch, targets, scales)
                 self._backward(loss, last)
@@ -390,37 +386,3 @@ def hidden_layers_of(recipe: Recipe, objectives: Objectives) -> str | None:
     if not any(objective.needs_hidden_states for _, objective in objectives.values()):
         return None
     return recipe.objective.hidden_state_layers
-
-
-def _kept_layers(recipe: Recipe) -> str | None:
-    """The hidden states that attention transfer writes for the stages that follow it."""
-    return recipe.objective.hidden_state_layers if recipe.task.logits is None else None
-
-
-def cached_teacher(context: RunContext, inputs: TrainInputs, objectives: Objectives) -> CachedTeacher | None:
-    """The teacher with the outputs that are kept for it (`--cache_teacher`); None without the option.
-
-    In attention transfer, the student computes what the teacher would, and only writes it: the logits, or the hidden
-    states if its task has no logits. In mixed precision it writes nothing, because its weights are in float32.
-    """
-    recipe, source = context.recipe, inputs.source
-    if recipe.objective.cache_teacher is None:
-        return None
-    precision = context.accelerator.mixed_precision
-    used = [objective for _, objective in objectives.values()]
-    is_transfer = any(objective.observes_attention for objective in used)
-    if is_transfer and precision != "no":
-        logger.info("attention transfer in mixed precision does not write the outputs of the teacher")
-        return None
-    layers = _kept_layers(recipe) if is_transfer else hidden_layers_of(recipe, objectives)
-    logits = any(objective.needs_logits and objective.needs_teacher for objective in used)
-    logits = logits or (is_transfer and recipe.task.logits is not None)
-    model = context.student if is_transfer or context.teacher is None else context.teacher.model
-    config = model.config.get_text_config()
-    limit = recipe.optimization.max_logits_mb
-    kinds: list[Kind] = [Logits(config.vocab_size, recipe.objective.temperature, limit)] if logits else []
-    if layers is not None:
-        kinds.append(HiddenStates(layers, config.num_hidden_layers if layers == "all" else 1, config.hidden_size))
-    with context.accelerator.main_process_first():
-        files = open_cache(Path(recipe.objective.cache_teacher), model, source.examples, kinds, precision)
-    return CachedTeacher(None if is_transfer else context.teacher, files)

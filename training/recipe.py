@@ -28,7 +28,6 @@ from hf_linear_attention._common.options import (
 )
 from hf_linear_attention.training.data.pooling import Pooling, pooling_of
 from hf_linear_attention.training.tasks import (
-    CACHED,
     CLASSIFICATION,
     IMAGE_TASKS,
     TASKS,
@@ -104,14 +103,6 @@ class ObjectiveArguments:
         1.0,
         bounds=POSITIVE,
         needs=("logits_kl_weight",),
-    )
-    cache_teacher: str | None = warned(
-        "Keep the outputs of the teacher in this folder, and read them where a text is trained on again: in a later "
-        "epoch, stage or run. Attention transfer computes them anyway, and only writes them.",
-        None,
-        needs=(*TEACHER_WEIGHTS, *TRANSFER_WEIGHTS),
-        tasks=CACHED,
-        is_path=True,
     )
 
 
@@ -400,6 +391,8 @@ REMOVED: dict[str, str] = {
         ("prompt_name", "query_prompt_name", "document_prompt_name"), "write the prompts into the texts of the data"
     ),
     "matryoshka_dims": "leave it out: whole embeddings are trained",
+    "cache_teacher": "leave it out: the teacher runs on every batch",
+    "restore_projections": "leave it out: a finetuned model keeps its own projections",
 }
 
 

@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -201,9 +201,8 @@ def _train(
     if checkpoint is not None:
         loop.resume(checkpoint)
     state = loop.state
-    with nullcontext() if loop.cached is None else closing(loop.cached):
-        # Even if no step was left to train, the model is evaluated.
-        figures = loop.train() or context.evaluate(state.step, state.tokens)
+    # Even if no step was left to train, the model is evaluated.
+    figures = loop.train() or context.evaluate(state.step, state.tokens)
     # There is no best evaluation if the evaluation has changed and nothing was trained since.
     if recipe.run.load_best_model_at_end and state.best:
         figures = _load_best(context, state)

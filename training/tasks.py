@@ -78,8 +78,6 @@ IMAGE_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "imag
 CLASSIFICATION = tuple(name for name, task in TASKS.items() if task.logits == "inputs")
 UNITS = {"text": "tokens", "images": "images"}  # what is counted of each kind of inputs
 MESSAGES = "messages"  # the column of conversations, for causal_lm
-# Every row of these has the same inputs whenever it is read, and the same length for student and teacher.
-CACHED = ("causal_lm", "embedding")
 
 
 def unit_of(task: str) -> str:

@@ -90,7 +90,6 @@ def second(folder: Path) -> Options:
         "max_eval_length": 40,
         "controls": "none",
         "checkpointing_steps": 7,
-        "cache_teacher": "cache",
         "base_model": "someone/model",
         "push_to_hub": "someone/model",  # these tests are offline, and that is said before the work
     }
@@ -110,7 +109,7 @@ def beside(folder: Path) -> dict[str, Options]:
         "calibration_file": FITTED,
         "seed": RANDOM,
         "preset": {**preset, "preset": None},
-        **dict.fromkeys(("train_file", "tokens", "checkpointing_steps", "cache_teacher", "validation_file"), preset),
+        **dict.fromkeys(("train_file", "tokens", "checkpointing_steps", "validation_file"), preset),
         "pairs_file": {**measured, "model_name_or_path": folder / "embedding"},
         **dict.fromkeys(("max_eval_tokens", "max_eval_length", "controls"), measured),
         "overwrite": {"converted": True},

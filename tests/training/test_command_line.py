@@ -69,8 +69,8 @@ def base(files: Path, tmp_path: Path) -> list[str]:
         (["--report_to", "paper"], ["`--report_to paper`: give one or more of"]),
         (["--output_dir", "."], ["is not empty", "--resume_from_checkpoint latest", "--overwrite_output_dir"]),
         (
-            [*TEACHER, "--cache_teacher", "c", "--task_loss_weight", "1", "--logits_kl_weight", "0"],
-            ["--cache_teacher c` needs `--logits_kl_weight` or"],
+            [*TEACHER, "--temperature", "2", "--task_loss_weight", "1", "--logits_kl_weight", "0"],
+            ["--temperature 2.0` needs `--logits_kl_weight`"],
         ),
         (["--task", "image_classification", "--max_length", "8"], ["--max_length` has no effect for `--task image"]),
         (["--train_file", "", "--dataset_name", ""], ["`--train_file` is empty"]),

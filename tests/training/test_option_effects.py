@@ -146,7 +146,6 @@ def cases(
             "freeze_pattern": "embed",
             "restore_projections": half,
             "recall_texts": 1,
-            "cache_teacher": "cache",
             "train_file": folder / "valid.jsonl",
             "validation_file": folder / "train.jsonl",
             "dataset_name": folder / "data",
@@ -248,9 +247,8 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Opti
 
     def _run(options: Options) -> dict[str, Any]:
         root, metrics = tmp_path_factory.mktemp("run"), []
-        for name in ("output_dir", "cache_teacher"):
-            if options.get(name) is not None:
-                options[name] = root / options[name]
+        if options.get("output_dir") is not None:
+            options["output_dir"] = root / options["output_dir"]
         if options.pop("used", False):
             main(words(options | ({"checkpointing_steps": 1} if "train_file" in options else {})))
         calls.clear()

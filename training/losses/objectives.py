@@ -424,7 +424,6 @@ def _log_sum(logits: Tensor, mask: Tensor) -> Tensor:
     return torch.where(largest.isfinite(), largest - share.log(), largest)
 
 
-Note = Callable[[Batch, Outputs], None]
 LOSS = "loss"  # the name of the weighted sum among the figures of a step
 
 OBJECTIVES: dict[str, Callable[[Recipe], Objective]] = {
@@ -456,22 +455,21 @@ class StudentWithObjectives(nn.Module):
         student: Any,
         objectives: dict[str, tuple[float, Objective]],
         layers: str | None,
-        note: Note | None = None,
         megabytes: float = MEGABYTES,
     ) -> None:
         """Combine the student and its objectives.
 
         Args:
             layers: which hidden states the student returns: "last", "all" or None.
-            note: what is called with every batch and the outputs of the softmax model in attention transfer.
             megabytes: of logits that are alive together, at most.
         """
         super().__init__()
         if "far_share" in objectives:
             check_far_share(student)
-        self.student, self.objectives, self.layers, self.note = student, objectives, layers, note
+        self.student, self.objectives, self.layers = student, objectives, layers
         self.numbers = [module.linear_attention.shape.layer for module in linear_attention_modules(student).values()]
-        self.by_row = ByRow(student, megabytes) if self._needs_logits() else None
+        needs_logits = any(objective.needs_logits for _, objective in objectives.values())
+        self.by_row = ByRow(student, megabytes) if needs_logits else None
         self.gradient_scale: Callable[[], float] = lambda: GRADIENT_SCALE
         self.observes_attention = any(objective.observes_attention for _, objective in objectives.values())
         if any(objective.needs_attention_weights for _, objective in objectives.values()):
@@ -510,10 +508,6 @@ class StudentWithObjectives(nn.Module):
         loss = cast(Tensor, sum(losses) + self._weighted(terms))
         return loss, {LOSS: loss.detach()} | figures | {name: term.detach() for name, term in terms.items()}
 
-    def _needs_logits(self) -> bool:
-        is_noted = self.note is not None and self.layers is None  # a task without logits has hidden states
-        return is_noted or any(objective.needs_logits for _, objective in self.objectives.values())
-
     def _weighted(self, terms: dict[str, Tensor]) -> Tensor:
         return cast(Tensor, sum(self.objectives[name][0] * term for name, term in terms.items()))
 
@@ -531,12 +525,6 @@ class StudentWithObjectives(nn.Module):
         layer = None if self.by_row is None else self.by_row.layer
         parameters = () if layer is None else layer.module.parameters()
         return logits.summed(rows, parameters, loss, self.gradient_scale())
-
-    def _noted(self, batch: Batch) -> Outputs:
-        """What the teacher would compute: the logits, or the hidden states if the task has no logits."""
-        if self.by_row is not None:
-            return Outputs(self.by_row.rows(batch))
-        return Outputs(None, hidden_states_of(run_model(self.student, batch, self.layers), self.layers))
 
     def _transferred(self, batch: Batch, scales: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and the figures of attention transfer, in which every layer is done with before the next one."""
@@ -557,10 +545,7 @@ class StudentWithObjectives(nn.Module):
         # Every layer learns on the activations of the softmax model, so nobody needs the output layer.
         needs_whole = getattr(self.student.config, "is_encoder_decoder", False)
         with observe_attention(self.student, observe):
-            if self.note is not None:
-                self.note(batch, self._noted(batch))
-            else:
-                run_model(self.student if needs_whole else self.student.base_model, batch, self.layers)
+            run_model(self.student if needs_whole else self.student.base_model, batch, self.layers)
         loss = torch.stack(losses).mean()
         figures = {LOSS: loss.detach()}
         for name, values in terms.items():

@@ -138,7 +138,6 @@ def stage_options(stage: Stage, given: Mapping[str, Any], tokens: int) -> dict[s
     unused = {"mechanism": {"learning_rate"}, "adapter": {"mechanism_learning_rate"}, "all": set()}[trainable]
     if not any(stage.options.get(name) for name in TEACHER_WEIGHTS):
         unused = unused | (set() if is_embedding else {"teacher_name_or_path"})
-        unused = unused | (set() if is_transfer(stage) else {"cache_teacher"})
     return {name: value for name, value in options.items() if name not in unused and value is not None}
 
 

@@ -45,7 +45,6 @@ from hf_linear_attention.training.losses.divergence import divergence
 from hf_linear_attention.training.losses.objectives import OBJECTIVES, StudentWithObjectives, build_objectives
 from hf_linear_attention.training.losses.output_layer import ByRow, Rows, output_layer
 from hf_linear_attention.training.losses.teacher import Teacher
-from hf_linear_attention.training.losses.teacher_cache import Logits
 
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -263,17 +262,10 @@ def recalled(student: PreTrainedModel, teacher: PreTrainedModel, batch: dict[str
     assert RecallProbe(StreamWindows(stream(), LENGTH, None), LENGTH, 4, None, None, LIMIT)(student, nullcontext)
 
 
-def kept(student: PreTrainedModel, teacher: PreTrainedModel, batch: dict[str, Tensor]) -> None:
-    """The outputs of the teacher for its cache."""
-    rows = batch["attention_mask"].flatten().nonzero().squeeze(-1)
-    Logits(CLASSES, 1.0, LIMIT).encode(Teacher(teacher, nullcontext, None)(batch), rows)
-
-
 WORK = {
     "training": trained,
     "evaluation": evaluated,
     "recall": recalled,
-    "teacher cache": kept,
     "scores": lambda student, teacher, batch: retention.score(teacher, student, [batch]),
     "agreement": lambda student, teacher, batch: retention.agreement_length(
         teacher, batch["input_ids"][:, :32], batch["input_ids"][:, 32:]
