@@ -3,7 +3,7 @@
 
 The module's own forward runs on two tokens until it gets there. Its weights are not looked at, because they may be on
 `meta`, still to be loaded, or partitioned: every projection gives made-up numbers, no two of a head alike, and every
-other parameter is ones. No random number is drawn. `query_and_key_units` does look at them.
+other parameter is ones. No random number is drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface
-from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from .attention.architectures import layer_hidden_size
@@ -150,47 +149,6 @@ def _observed(module: Any, stock_class: type, positions: Iterable[Any] | None = 
             else:
                 return None
     raise NotObservedError(f"{stock_class.__name__} could not be observed: {problem}")
-
-
-@torch.enable_grad()
-def query_and_key_units(module: nn.Module, stock_class: type) -> dict[str, torch.Tensor]:
-    """Which output units of each parameter make queries or keys, whatever matrices they share with values.
-
-    They are the rows of a matrix (the columns of GPT-2's `Conv1D`) and the entries of a vector that the gradients of
-    queries and keys reach: Boolean, `[out, 1]`, `[1, out]` or `[out]`. Parameters without such units are left out.
-
-    Raises:
-        ValueError: if the module calls no attention interface, or if a unit makes keys and values at once, or only for
-            the tokens that are sent to it.
-    """
-    name = stock_class.__name__
-    module = copy.deepcopy(module).float().cpu().eval().requires_grad_(True)
-    call = _observed(module, stock_class) if hasattr(module, "config") else None
-    if call is None:
-        raise NotObservedError(f"{name} computes its own softmax, so its queries and keys are not known.")
-    found, of_values = _reached_units(module, call.query, call.key), _reached_units(module, call.value)
-    shared = [part for part, units in found.items() if part in of_values and (units & of_values[part]).any()]
-    experts = [part for part in found if module.get_parameter(part).dim() > 2]
-    if shared or experts:
-        raise ValueError(
-            f"{name} makes values, or the queries of some tokens only, with `{(shared + experts)[0]}` too."
-        )
-    return found
-
-
-def _reached_units(module: nn.Module, *outputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    parameters = dict(module.named_parameters())
-    total = torch.stack([(output * _distinct(*output.shape)).sum() for output in outputs]).sum()
-    gradients = torch.autograd.grad(total, list(parameters.values()), retain_graph=True, allow_unused=True)
-    found = {}
-    for name, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None:
-            side = int(gradient.dim() > 1 and isinstance(module.get_submodule(name.rpartition(".")[0]), Conv1D))
-            rows = gradient.movedim(side, 0) if gradient.dim() else gradient
-            units = (rows.flatten(1) if rows.dim() > 1 else rows[..., None]).ne(0).any(-1)
-            if units.any():
-                found[name] = units.view([-1 if axis == side else 1 for axis in range(gradient.dim())])
-    return found
 
 
 def interface_keywords(module: nn.Module, stock_class: type) -> frozenset[str] | None:

@@ -69,11 +69,11 @@ class RunContext:
     recall: RecallProbe | None = None
     known: dict[str, float] = field(default_factory=dict)  # figures of the student before training, if already measured
 
-    def evaluate(self, step: int, tokens: int, **about: int) -> dict[str, float]:
-        """Evaluate the student, and write the figures and what they are `about` to metrics.jsonl and the trackers."""
-        figures = self.known if step == 0 and self.known and not about else self._measured()
+    def evaluate(self, step: int, tokens: int) -> dict[str, float]:
+        """Evaluate the student, and write the figures to metrics.jsonl and the trackers."""
+        figures = self.known if step == 0 and self.known else self._measured()
         if figures:
-            self.record({"step": step, self.recipe.unit: tokens, **about, **figures})
+            self.record({"step": step, self.recipe.unit: tokens, **figures})
             logger.info("step %d: %s", step, ", ".join(f"{name} {value:.5g}" for name, value in figures.items()))
         return figures
 

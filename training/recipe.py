@@ -198,14 +198,6 @@ class ModelArguments:
     freeze_pattern: str | None = option(
         "Freeze every parameter whose name contains a match of this regular expression.", None
     )
-    restore_projections: str | None = free(
-        "After training, or without training data instead of it, put the query and key projections of the layers with "
-        "softmax attention back to those of this model, usually the one of model_name_or_path.",
-        None,
-        tasks=("causal_lm",),
-        for_evaluation=True,
-        is_path=True,
-    )
 
 
 @dataclass

@@ -109,7 +109,7 @@ def find_problems(recipe: Recipe) -> list[str]:
 def _checkpoints(recipe: Recipe) -> Iterator[str]:
     """Check the files of the models before anything is written. The stages of a preset write some of them later."""
     model = recipe.model
-    names = (model.model_name_or_path, model.teacher_name_or_path, model.tokenizer_name, model.restore_projections)
+    names = (model.model_name_or_path, model.teacher_name_or_path, model.tokenizer_name)
     for path in dict.fromkeys(names):
         if path is not None and os.path.isdir(path):
             try:
@@ -201,11 +201,6 @@ def _adapters(recipe: Recipe) -> Iterator[str]:
             yield "`--use_peft` needs peft; install it with `pip install peft`"
         if model.trainable == "mechanism":
             yield "`--use_peft` and `--trainable mechanism` exclude each other; use `--trainable all` or `adapter`"
-        if model.restore_projections is not None:
-            yield (
-                "`--restore_projections` and `--use_peft` exclude each other, because adapters leave the projections "
-                "as they are; name modules without q and k in `--lora_target_modules` instead"
-            )
     elif model.trainable == "adapter":
         yield "`--trainable adapter` needs `--use_peft`; give it too"
 

@@ -61,7 +61,6 @@ from hf_linear_attention.training.models import (
 from hf_linear_attention.training.presets import Preset, fit_to, model_without_weights, stage_runs
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import make_recipe
-from hf_linear_attention.training.restoration import QueryKeyProjections
 from hf_linear_attention.training.tracking import MetricsFile, start_trackers
 
 
@@ -95,7 +94,6 @@ def _run(
     # Adapters need the weights that they were added to; a checkpoint holds merged weights, and may be removed.
     source = None if recipe.model.use_peft else checkpoint
     student = load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes)
-    projections = old_projections(recipe, student, is_new=source is None) if recipe.model.restore_projections else None
     shards = (accelerator.is_fsdp2 or uses_deepspeed(accelerator)) and data.train is not None
     if not shards:  # shards are moved to the device when they are made
         student.to(accelerator.device)
@@ -114,13 +112,9 @@ def _run(
     )
     start_trackers(recipe, accelerator)
     if data.train is None:
-        state, figures = TrainingState(), context.evaluate(0, 0)
+        figures = context.evaluate(0, 0)
     else:
         state, figures = _train(context, data.train, objectives, checkpoint)
-    if projections is not None:
-        projections.restore(student)
-        figures = context.evaluate(state.step, state.tokens, restored=1)
-    if data.train is not None or projections is not None:
         _save(context, state, figures)
     # The processes stay connected for the next stage of a preset: a second connection through torchrun's store hangs.
     for tracker in accelerator.trackers:
@@ -216,17 +210,6 @@ def _save(context: RunContext, state: TrainingState, figures: dict[str, float]) 
         done = {"steps": state.step, recipe.unit: state.tokens, "processes": accelerator.num_processes}
         save_final(recipe, context.student, context.processor, recipe.summary() | done, figures, weights)
     accelerator.wait_for_everyone()
-
-
-def old_projections(recipe: Recipe, student: PreTrainedModel, is_new: bool) -> QueryKeyProjections:
-    """What `--restore_projections` will put back.
-
-    Args:
-        is_new: whether the student is the model of `--model_name_or_path`, so that this needs not be read twice.
-    """
-    path = str(recipe.model.restore_projections)
-    is_same = is_new and path == recipe.model.model_name_or_path
-    return QueryKeyProjections(student, student if is_same else load_student(recipe, path, None), path)
 
 
 def recall_probe(recipe: Recipe, processor: Processor, config: Any, examples: Examples | None) -> RecallProbe | None:

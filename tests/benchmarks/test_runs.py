@@ -27,12 +27,7 @@ def rows(result: dict, number: int = 0) -> dict[str, list]:
 
 
 @pytest.mark.benchmarks
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("speed_training", "papers.copy_task", "papers.restore_projections"),
-    ],
-)
+@pytest.mark.parametrize("name", ["speed_training", "papers.copy_task"])
 def test_a_quick_run(name, tmp_path, capsys):
     result = run(name, tmp_path)
     assert result["environment"]["threads"] == 1

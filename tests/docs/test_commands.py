@@ -205,13 +205,6 @@ def trained() -> None:
         shutil.copytree(other, name)
 
 
-def tuned() -> None:
-    """OUT has a layer with softmax, and TUNED other weights."""
-    llama()
-    converted("--softmax_layers", "1")
-    shutil.copytree("OUT", "TUNED")
-
-
 def t5() -> None:
     task("seq2seq_lm", "pairs.jsonl", "--drop", "position_bias")()
     Path("SRC").rename("T5")
@@ -273,7 +266,6 @@ BY_COMMAND: dict[str, Callable[[], None]] = {
     "--pairs_file": minilm,
     "--task seq2seq_lm": task("seq2seq_lm", "pairs.jsonl", "--drop", "position_bias"),
     "--config distil_causal_lm": decoder,
-    "--restore_projections": tuned,
     "--module hf_linear_attention finetune": decoder,
     "distil_embedding": lambda: (encoder(), trained()),
     "accelerate launch --config_file training/launch/cpu2.yaml -m hf_linear_attention.training.finetune ...": lambda: (

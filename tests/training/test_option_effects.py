@@ -100,7 +100,6 @@ def cases(
     other = AutoTokenizer.from_pretrained(llama_teacher)
     other.bos_token = "<mask>"  # a token that the models have embeddings for
     other.save_pretrained(folder / "tokenizer")
-    half = converted(llama, mechanism="linear", layers=[0])
     images = {"train_file": pictures / "train.jsonl"}
     generated = {"task": "seq2seq_lm", "max_eval_tokens": 20}
     return {
@@ -144,7 +143,6 @@ def cases(
             "trainable": "mechanism",
             "lora_target_modules": "q_proj",
             "freeze_pattern": "embed",
-            "restore_projections": half,
             "recall_texts": 1,
             "train_file": folder / "valid.jsonl",
             "validation_file": folder / "train.jsonl",
@@ -169,7 +167,6 @@ def cases(
         "beside": {
             **dict.fromkeys(("predict_with_generate", "generation_max_length"), generated),
             "trust_remote_code": {"model_name_or_path": with_code},
-            "restore_projections": {"model_name_or_path": half},
             "allow_missing": {"model_name_or_path": lacking},
             "dataset_name": {"train_file": None},
             "dataset_config_name": {"train_file": None, "dataset_name": folder / "data"},
