@@ -77,17 +77,13 @@ class _WithoutWeights(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear:
             x, weight = (*args, *kwargs.values())[:2]
-            return _distinct(*x.shape[:-1], _shape(weight)[0])
+            return _distinct(*x.shape[:-1], weight.shape[0])
         if func is F.dropout:
             return args[0]
         args, kwargs = tree_map(_stand_in, (args, kwargs))
         if func in PRODUCTS:
             return _distinct(*func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs)).shape)
         return func(*args, **kwargs)
-
-
-def _shape(tensor: torch.Tensor) -> torch.Size:
-    return getattr(tensor, "ds_shape", tensor.shape)  # DeepSpeed's ZeRO-3 has moved the weight away
 
 
 def _distinct(*shape: int) -> torch.Tensor:
@@ -103,7 +99,7 @@ def _stand_in(value: Any) -> Any:
     if not isinstance(value, nn.Parameter) and not value.is_meta:
         return value.to("cpu")
     dtype = torch.float32 if value.is_floating_point() else value.dtype
-    return torch.ones((), dtype=dtype, device="cpu").expand(_shape(value))
+    return torch.ones((), dtype=dtype, device="cpu").expand(value.shape)
 
 
 def _on_meta(value: Any) -> Any:

@@ -91,8 +91,9 @@ class LinearAttentionModelMixin(ModelHooks):
         super().__init__(config, *args, **kwargs)
         if not linear_attention_modules(self):
             linearize(self)
-        # There is nothing to initialise yet on `meta` or in DeepSpeed's ZeRO-3, whose parameters have a `ds_id`.
-        if not any(parameter.is_meta or hasattr(parameter, "ds_id") for parameter in self.parameters()):
+        if not any(
+            parameter.is_meta for parameter in self.parameters()
+        ):  # on `meta`, there is nothing to initialise yet
             reset_mechanisms(self)
 
     def initialize_weights(self) -> None:

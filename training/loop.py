@@ -30,14 +30,6 @@ from hf_linear_attention._common.errors import TerminatedError, TrainingError
 from hf_linear_attention.training.checkpoints import Checkpointer, TrainedParameters, TrainingState
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, TrainInputs, count_units, loader
 from hf_linear_attention.training.data.processors import Processor
-from hf_linear_attention.training.distributed import (
-    engine_of,
-    prepare_zero,
-    uses_deepspeed,
-    zero_backward,
-    zero_stage,
-    zero_step,
-)
 from hf_linear_attention.training.evaluation.embeddings import EmbeddingEvaluator
 from hf_linear_attention.training.evaluation.evaluator import Evaluator, Generation, Selection
 from hf_linear_attention.training.evaluation.recall import RecallProbe
@@ -110,8 +102,7 @@ class RunContext:
         options = self.recipe.task_options
         if not options.predict_with_generate:
             return None
-        is_sharded = self.accelerator.is_fsdp2 or uses_deepspeed(self.accelerator)
-        return Generation(self.processor, options.generation_max_length, is_sharded)
+        return Generation(self.processor, options.generation_max_length, self.accelerator.is_fsdp2)
 
     def record(self, event: dict[str, Any]) -> None:
         """Write a line to metrics.jsonl, and send it to the trackers."""
@@ -132,7 +123,6 @@ class TrainingLoop:
         self.total_steps = inputs.total_steps()
         inputs.warn_of_repetition(self.total_steps)
         self._prepare()
-        self.engine = engine_of(self.accelerator)
         self.state, self.is_terminated = TrainingState(), False
         self.sums: dict[str, Tensor] = {}
         self.rates: dict[bool, float] = {}  # learning rates of the last step; True is the key of the mechanism's rate
@@ -145,7 +135,7 @@ class TrainingLoop:
         if recipe.model.freeze_pattern is not None:
             freeze(student, recipe.model.freeze_pattern)
         # In one pass over each parameter; by default torch takes a dozen on a CPU.
-        is_fused = accelerator.device.type == "cpu" and not uses_deepspeed(accelerator)
+        is_fused = accelerator.device.type == "cpu"
         optimizer = torch.optim.AdamW(parameter_groups(student, recipe), fused=is_fused or None)
         warmup = math.ceil(optimization.warmup_ratio * self.total_steps)
         # The scheduler is not prepared, because accelerate would advance it once per process.
@@ -155,12 +145,9 @@ class TrainingLoop:
         if accelerator.scaler is not None:
             module.gradient_scale = accelerator.scaler.get_scale
         # The student needs no device placement, because it is on its device already.
-        if uses_deepspeed(accelerator):
-            wrapped, self.optimizer = prepare_zero(accelerator, student, module, optimizer)
-        else:
-            wrapped, self.optimizer = accelerator.prepare(
-                student if accelerator.is_fsdp2 else module, optimizer, device_placement=[False, True]
-            )
+        wrapped, self.optimizer = accelerator.prepare(
+            student if accelerator.is_fsdp2 else module, optimizer, device_placement=[False, True]
+        )
         self.synchronized = wrapped
         # FSDP2 shards the student in place, inside `module`.
         self.module = module if accelerator.is_fsdp2 else wrapped
@@ -169,7 +156,6 @@ class TrainingLoop:
             **self.inputs.facts(),
             "world_size": accelerator.num_processes,
             "mixed_precision": accelerator.mixed_precision,
-            "zero_stage": zero_stage(accelerator),
         }
         self.checkpointer = Checkpointer(accelerator, self.scheduler, recipe.output_dir, facts, recipe.run)
 
@@ -182,7 +168,7 @@ class TrainingLoop:
     @property
     def stateful(self) -> dict[str, Any]:
         """The objects whose state a checkpoint holds besides what accelerate saves, by name."""
-        found: dict[str, Any] = {} if self.engine is not None else {"optimizer": self.optimizer}
+        found: dict[str, Any] = {"optimizer": self.optimizer}
         if self.context.recipe.model.use_peft:
             found["trained"] = TrainedParameters(self.context.student)
         return found
@@ -227,7 +213,7 @@ class TrainingLoop:
                 teacher = self.context.teacher
                 targets = teacher(batch) if self._uses_teacher() and teacher else None
                 loss, figures = self.module(batch, targets, scales)
-                self._backward(loss, last)
+                self.accelerator.backward(loss)
             losses.append(loss.detach())
             self._add({name: value / self.accelerator.num_processes for name, value in figures.items()})
         norm = self._clip()
@@ -237,12 +223,6 @@ class TrainingLoop:
         self.state.tokens += int(counts["tokens"])
         self.state.steps_in_sums += 1
         self.is_terminated = bool(counts["terminated"])
-
-    def _backward(self, loss: Tensor, last: bool) -> None:
-        if self.engine is None:
-            self.accelerator.backward(loss)
-        else:
-            zero_backward(self.engine, loss, last)
 
     def _uses_teacher(self) -> bool:
         return any(objective.needs_teacher for _, objective in self.objectives.values())
@@ -258,9 +238,7 @@ class TrainingLoop:
         return dict(zip(["tokens", *self.objectives, "terminated"], total, strict=True))
 
     def _clip(self) -> Tensor:
-        """Clip the gradients (DeepSpeed also steps), and return their norm before that, the same on all processes."""
-        if self.engine is not None:
-            return zero_step(self.engine).to(self.accelerator.device)
+        """Clip the gradients, and return their norm before that, the same on all processes."""
         limit = self.context.recipe.optimization.max_grad_norm
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         norm = self.accelerator.clip_grad_norm_(parameters, limit if limit else math.inf)

@@ -46,7 +46,7 @@ from hf_linear_attention.training.data.processors import (
     sequence_length,
 )
 from hf_linear_attention.training.data.splits import load_data
-from hf_linear_attention.training.distributed import load_whole, start_processes, uses_deepspeed
+from hf_linear_attention.training.distributed import load_whole, start_processes
 from hf_linear_attention.training.evaluation.recall import RecallProbe
 from hf_linear_attention.training.loop import RunContext, TrainingLoop, hidden_layers_of
 from hf_linear_attention.training.losses.objectives import Objective, build_objectives
@@ -94,8 +94,7 @@ def _run(
     # Adapters need the weights that they were added to; a checkpoint holds merged weights, and may be removed.
     source = None if recipe.model.use_peft else checkpoint
     student = load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes)
-    shards = (accelerator.is_fsdp2 or uses_deepspeed(accelerator)) and data.train is not None
-    if not shards:  # shards are moved to the device when they are made
+    if not accelerator.is_fsdp2 or data.train is None:  # shards are moved to the device when they are made
         student.to(accelerator.device)
     resumed_step = None if checkpoint is None else int(checkpoint.name.split("-")[-1])
     context = RunContext(

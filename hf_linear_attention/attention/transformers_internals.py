@@ -361,8 +361,3 @@ def loaded_dtypes(model_class: Any, config: Any, dtype: torch.dtype) -> dict[str
         found = {name: pattern.search(name) for name in dtypes}
         dtypes |= {name: kept[patterns_by_group[str(match.lastgroup)]] for name, match in found.items() if match}
     return dtypes
-
-
-def undivided_modules(model: Any) -> set[str]:
-    """The names of the classes whose modules are not to be split over devices: the layers."""
-    return set(model._no_split_modules or ())

@@ -43,13 +43,6 @@ def test_it_is_observed_wherever_a_model_is_built(place):
     assert pairing == RotaryPairing("half", "half", 2)
 
 
-def test_weights_that_deepspeed_has_moved_away():
-    module = first_attention(tiny_model("llama", "AutoModel"))
-    for parameter in module.parameters():
-        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
-    assert rotary_pairing(module) == RotaryPairing("half", "channel", 1)
-
-
 def test_nothing_is_left_behind():
     """No random number, no attribute, no other implementation, no gradient; in training mode too."""
     module = first_attention(tiny_model("llama", "AutoModel", attention_dropout=0.5).train())

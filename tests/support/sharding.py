@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
@@ -134,19 +133,3 @@ def assert_same_run(found: Path, expected: Path, rel: float = 1e-4, atol: float 
     assert saved.keys() == whole.keys()
     assert max((saved[name] - whole[name]).abs().max() for name in whole) < atol
     return saved
-
-
-def zero_finetune(cache: Path, stage: int, options: list[Any]) -> int:
-    """`finetune.py` under DeepSpeed on two CPU processes, as `accelerate launch` starts them."""
-    launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
-    os.environ.update(launch | {"ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "DS_ACCELERATOR": "cpu"})
-    from hf_linear_attention.training import distributed
-
-    def configure(accelerator: Any, recipe: Any) -> None:
-        zero_configure(accelerator, recipe)
-        # by default, parameters as small as these stay whole on every process
-        config = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
-        config["stage3_param_persistence_threshold"] = 0
-
-    zero_configure, distributed.configure_zero = distributed.configure_zero, configure
-    return processes.finetune(cache, options)

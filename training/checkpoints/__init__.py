@@ -7,7 +7,6 @@ they are never incomplete.
     optimizer.pt                                       the optimizer
     scheduler.bin, scaler.pt, random_states_<n>.pkl    what accelerate saves: schedule, gradient scaler, and the state
                                                        of every random generator of each process
-    deepspeed/                                         with DeepSpeed, the part of the optimizer of each process
     trainer_state.json                                 step, tokens, running sums, best evaluation, and the recipe
     checksums.json                                     size and SHA-256 of each of these files
 
@@ -50,10 +49,7 @@ from hf_linear_attention._common.reading import read_json, reading
 from hf_linear_attention.training.data.batches import CONTENT
 from hf_linear_attention.training.data.processors import Processor
 from hf_linear_attention.training.distributed import (
-    engine_of,
     is_sharded,
-    load_zero,
-    save_zero,
     shard_optimizer_state,
     whole,
     without_sharding_class,
@@ -89,8 +85,7 @@ def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor] | Non
     if not is_sharded(model):
         return None
     # Tied parameters are left out: gathered, they would be separate tensors, and saved twice.
-    state = model.state_dict(keep_vars=True)  # a detached parameter of ZeRO-3 could not be recognised as one
-    own = {name: value for name, value in state.items() if name not in model.all_tied_weights_keys}
+    own = {name: value for name, value in model.state_dict().items() if name not in model.all_tied_weights_keys}
     return whole(own, keep)
 
 
@@ -116,9 +111,9 @@ STATE_FILE = "trainer_state.json"
 OTHER_CHECKPOINT = "resume from another checkpoint, or remove this one to start the run again"
 MODEL_FOLDER = "model"  # the name of the folder in which the finished model is written
 # Options say themselves what a change means on resumption (`recipe.py`). Any other fact in a checkpoint must not
-# change, except the number of processes, as long as no process has its own part of the optimizer.
+# change, except the number of processes.
 NO_OPTION = Facts()
-WORLD_SIZE = Facts(on_resume=lambda values: OnResume.REFUSED if values.get("zero_stage") else OnResume.WARNED)
+WORLD_SIZE = Facts(on_resume=OnResume.WARNED)
 
 
 @dataclass
@@ -231,8 +226,6 @@ class Checkpointer:
         of_accelerate: Any = str(folder), [], [], [self.scheduler], [], self.accelerator.process_index, 0
         scaler = self.accelerator.scaler
         self._do(lambda: save_accelerator_state(*of_accelerate, scaler), folder, everywhere=True)
-        if (engine := engine_of(self.accelerator)) is not None:
-            self._do(lambda: save_zero(engine, folder), folder, everywhere=True)
         self._do(lambda: self._finish(folder, final, state), folder)
         return final
 
@@ -310,10 +303,7 @@ class Checkpointer:
 
     def _restore(self, checkpoint: Path, parts: dict[str, Any]) -> None:
         saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
-        if (engine := engine_of(self.accelerator)) is not None:
-            load_zero(engine, checkpoint)
-        else:
-            saved["optimizer"] = shard_optimizer_state(saved["optimizer"], parts["optimizer"])
+        saved["optimizer"] = shard_optimizer_state(saved["optimizer"], parts["optimizer"])
         for name, part in parts.items():
             part.load_state_dict(saved[name])
         process, scaler = self.accelerator.process_index, self.accelerator.scaler

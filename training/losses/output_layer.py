@@ -2,7 +2,7 @@
 
 The model runs without its output layer, which is applied to a few rows at a time: their logits, and whatever of the
 same shape is made of them, take `MEGABYTES` at most, unless an option says otherwise. In training, it is applied while
-the model runs, since parameters in shards (FSDP2, ZeRO-3) are whole only then.
+the model runs, since parameters in shards (FSDP2) are whole only then.
 
 The gradients of a chunk of rows are computed at once (as in Liger Kernel, arXiv:2410.10989, section 3.2), so that no
 logits are kept for the backward pass and none are computed twice.

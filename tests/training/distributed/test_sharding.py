@@ -13,7 +13,7 @@ import sharding
 import torch
 from runs import changed
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_linear_attention import convert
 
@@ -90,23 +90,6 @@ def test_tensor_parallel_by_the_plan_of_the_base_model(
     rows = torch.randint(5, 300, (2, 48), generator=torch.Generator().manual_seed(0))
     expected = AutoModelForCausalLM.from_pretrained(folder)(rows, use_cache=False).logits
     torch.testing.assert_close(found["logits"], expected, rtol=1e-5, atol=2e-5)
-
-
-def test_parameters_that_zero3_has_moved_away_are_not_initialised(
-    converted: Converted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under ZeRO-3 they are empty while the model is built, and marked like this."""
-    config = AutoConfig.from_pretrained(converted("linear"))
-    calls: list[Any] = []
-    monkeypatch.setattr("hf_linear_attention.modeling_linear_attention.reset_mechanisms", calls.append)
-    model_class = type(AutoModelForCausalLM.from_config(config))
-    calls.clear()
-    monkeypatch.setattr(model_class, "initialize_weights", lambda model: None)  # which transformers gathers them for
-    model_class(config)
-    assert len(calls) == 1
-    monkeypatch.setattr(torch.nn.Parameter, "ds_id", 0, raising=False)
-    model_class(config)
-    assert len(calls) == 1
 
 
 def test_finetune_in_shards(finetune, llama_teacher: str, files: Path, tmp_path: Path, dataset_cache: Path) -> None:
