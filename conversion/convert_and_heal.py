@@ -14,11 +14,10 @@ from typing import Any
 import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linear_attention._common.command_line import file_options
 from hf_linear_attention._common.errors import TerminatedError, UsageError
 from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.model_card import HISTORY, PLOT, REPORT, is_hub_name
-from hf_linear_attention.conversion.options import RECIPE, REMOVED, request_kinds, request_of
+from hf_linear_attention.conversion.options import RECIPE, request_of
 from hf_linear_attention.conversion.output_folder import with_texts
 from hf_linear_attention.conversion.pipeline import Conversion, prepare, writing
 from hf_linear_attention.conversion.preset_plan import Training
@@ -32,7 +31,7 @@ UNNAMED, TEXTS = "a model in memory", "texts in memory"
 
 def convert_and_heal(
     model: PreTrainedModel | str | os.PathLike,
-    recipe: str | os.PathLike | Mapping[str, Any] = "default",
+    recipe: str | Mapping[str, Any] = "default",
     train_data: Sequence[str] | str | os.PathLike | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -46,7 +45,7 @@ def convert_and_heal(
 
     Args:
         model: a folder or hub name; or a loaded model, which does not change, with its `tokenizer`.
-        recipe: the name of a preset, a recipe.yaml that a conversion left, or a dict of the options of `convert`.
+        recipe: the name of a preset, or a dict of the options of `convert`.
         train_data: a file as `--train_file` takes it, or texts; may be left out if the recipe names a file.
         output_dir: a folder to write too; the same call resumes a run that was killed, if model and data are named and
             not in memory. Otherwise nothing is left.
@@ -105,14 +104,12 @@ def _training_of(conversion: Conversion) -> tuple[Training, Path]:
     return conversion.training, conversion.output_dir
 
 
-def _options_of(recipe: str | os.PathLike | Mapping[str, Any]) -> Mapping[str, Any]:
+def _options_of(recipe: str | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(recipe, Mapping):
         return recipe
-    if str(recipe) in preset_names():
-        return {"preset": str(recipe)}
-    if Path(recipe).is_file():
-        return file_options(os.fspath(recipe), request_kinds(), REMOVED)
-    raise UsageError(f"`recipe` = {str(recipe)!r} is neither a file nor a preset; presets: {', '.join(preset_names())}")
+    if recipe not in preset_names():
+        raise UsageError(f"`recipe` = {recipe!r} is no preset; presets: {', '.join(preset_names())}")
+    return {"preset": recipe}
 
 
 def _name_of(model: Any) -> str | None:

@@ -367,7 +367,7 @@ def _dropped_features(model: PreTrainedModel, converted: Mapping[int, nn.Module]
 # ---- `--state_bytes`: the sizes of window and linear part
 
 # The share of the linear part (benchmarks/results/conversion.md, "the default preset"). Between a sixth and a
-# third of the bytes stories260k learns equally well; with two thirds (version 2 of the preset) it has .016 nats more.
+# third of the bytes stories260k learns equally well; with two thirds it has .016 nats more.
 LINEAR_SHARE = 1 / 6
 # The number of features is a multiple of this, the number of float32 values in the widest vector registers.
 VECTOR = 16

@@ -214,7 +214,7 @@ def describe_stages(training: Training) -> list[str]:
     preset, task = training.preset, training.given["task"]
     stages, tokens = stages_of(preset, task), training.given.get("max_train_tokens")
     epochs = training.given.get("num_train_epochs", EPOCHS)
-    lines = [f"  preset      {preset.name} (version {preset.version}): {preset.description}"]
+    lines = [f"  preset      {preset.name}: {preset.description}"]
     for number, stage in enumerate(stages, 1):
         options = ", ".join(f"{name}={value}" for name, value in stage.options.items())
         length = f"{epochs * stage.share:g} epochs" if tokens is None else f"{tokens * stage.share:,.0f} tokens"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value
 from hf_linear_attention._common.options import OnResume
 from hf_linear_attention._common.reading import read_json
 from hf_linear_attention.conversion.export.stock import finish_stock
-from hf_linear_attention.conversion.options import CONVERSION_FACTS, ConversionArguments
+from hf_linear_attention.conversion.options import CONVERSION_FACTS
 from hf_linear_attention.conversion.output_folder import share_permissions
 from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
@@ -88,12 +88,9 @@ def _open(conversion: Conversion, training: Training) -> None:
         path = work / REQUEST
         if not path.is_file():
             raise UsageError(f"{work} exists and is not from an unfinished run; move it")
-        defaults = {entry.name: entry.default for entry in fields(ConversionArguments)}  # of newer options
-        before = {**defaults, **read_json(path)}
+        before = read_json(path)
         changed = [
-            f"{name}: {before.get(name)} -> {request[name]}"
-            for name in request
-            if _as_known(before.get(name), request[name]) != before.get(name)
+            f"{name}: {before.get(name)} -> {request[name]}" for name in request if request[name] != before.get(name)
         ]
         if not changed:
             logger.info("resuming the run in %s (remove it to start over)", work)
@@ -106,15 +103,6 @@ def _open(conversion: Conversion, training: Training) -> None:
         folders.discard(work)
     with staging(work) as folder:
         (folder / REQUEST).write_text(json.dumps(request, indent=1), encoding="utf-8")
-
-
-def _as_known(before: Any, now: Any) -> Any:
-    """The value `now`, reduced to the settings in `before`, which an earlier version may have written."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        return {name: now[name] for name in now if name in before}
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):  # settings by layer
-        return [_as_known(old, new) for old, new in zip(before, now)]
-    return now
 
 
 def _request(conversion: Conversion, training: Training) -> dict[str, Any]:
@@ -189,8 +177,7 @@ def _name_runs(folder: Path, training: Training) -> None:
         del run_["training"]["model_name_or_path"]
         place = trained if number == len(stages) else trained / STAGES / f"{number}-{stage.name}"
         run_["loss"] = loss_curve(place / METRICS)
-        name = f"{training.preset.name} (version {training.preset.version})"
-        run_["training"] = {"preset": name, "stage": stage.name, **run_["training"]}
+        run_["training"] = {"preset": training.preset.name, "stage": stage.name, **run_["training"]}
     (folder / HISTORY).write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -460,8 +460,6 @@ def write_recipe(folder: Path, request: Request, plan: Plan, training: Training 
     """
     versions = f"{PROGRAM} {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     lines = [f"# Made with {versions}."]
-    if training is not None:
-        lines.append(f"# The preset {training.preset.name} has version {training.preset.version} there.")
     lines.append(f"# The same weights again: {PROGRAM} convert --config {RECIPE} --output_dir OUT")
     text = yaml.safe_dump(recipe_options(request, plan, training), sort_keys=False, allow_unicode=True)
     (folder / RECIPE).write_text("\n".join([*lines, text]), encoding="utf-8")

@@ -91,9 +91,8 @@ class LinearAttentionModelMixin(ModelHooks):
         super().__init__(config, *args, **kwargs)
         if not linear_attention_modules(self):
             linearize(self)
-        if not any(
-            parameter.is_meta for parameter in self.parameters()
-        ):  # on `meta`, there is nothing to initialise yet
+        # There is nothing to initialise yet on `meta`.
+        if not any(parameter.is_meta for parameter in self.parameters()):
             reset_mechanisms(self)
 
     def initialize_weights(self) -> None:

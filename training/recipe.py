@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -370,7 +370,6 @@ class RunArguments:
 
 GROUPS = (ModelArguments, DataArguments, ObjectiveArguments, OptimizationArguments, RunArguments, TaskArguments)
 FACTS = facts_of(*GROUPS)
-DEFAULTS = {entry.name: entry.default for group in GROUPS for entry in fields(group) if entry.default is not MISSING}
 
 # Options that there are no more, and what to do instead.
 _BY_TRAINER = "train this head with `Trainer` of transformers (docs/data.md, Heads without a task)"

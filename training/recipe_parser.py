@@ -39,7 +39,6 @@ from hf_linear_attention.training.presets import (
     load_preset,
     preset_names,
     stage_runs,
-    stages_file,
 )
 from hf_linear_attention.training.recipe import (
     FACTS,
@@ -302,15 +301,7 @@ def parse_options(argv: Sequence[str], description: str | None = None) -> Recipe
         UsageError: if the options cannot work; it names all problems (of the first stage that has any).
     """
     parser, groups = build_parser(description), [*GROUPS, PresetArguments]
-    words = vars(parser.parse_args(list(argv)))
-    name, config = words.get("preset"), words.get("config")
-    if config is not None and stages_file(config) is not None:
-        if name is not None:
-            raise UsageError(f"`--preset {name}` and the stages of `--config {config}` exclude each other; give one")
-        del words["config"]
-        given = typed_options(words | {"preset": config}, kinds_of(*groups))
-    else:
-        given = given_options(parser, groups, argv, CONFIGS)
+    given = given_options(parser, groups, argv, CONFIGS)
     if (name := given.pop("preset", None)) is not None:
         preset = load_preset(name)
         check_stages(preset, given)

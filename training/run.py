@@ -145,20 +145,13 @@ def _checkpoint(output_dir: Path, wanted: str | None) -> Path | TrainingError | 
         checkpoint = newest_intact_checkpoint(output_dir)
         if checkpoint is None:
             logger.warning("there is no intact checkpoint in %s; training starts from the beginning", output_dir)
-            return None
-    elif (damage := damage_of(Path(wanted).resolve())) is None:
-        checkpoint = Path(wanted)
-    else:
+        return checkpoint
+    if (damage := damage_of(Path(wanted).resolve())) is not None:
         return SetupError(
             f"`--resume_from_checkpoint {wanted}` is damaged ({damage}); give another checkpoint, or `latest` for the "
             "newest one that is intact"
         )
-    if not (checkpoint / "scheduler.bin").is_file():
-        return SetupError(
-            f"{checkpoint} was written by an earlier version, which kept the state of a run in another form; resume it "
-            "with that version, or remove the checkpoint to start this run again"
-        )
-    return checkpoint
+    return Path(wanted)
 
 
 def _teacher(
@@ -310,7 +303,7 @@ def run_stages(preset: Preset, given: Mapping[str, Any], run: Run) -> dict[str, 
             options["overwrite_output_dir"] = True
         options["dtype"] = dtype if number == len(runs) else "float32"
         place = f"stage {number} of {len(runs)}"
-        logger.info("%s, %s, of preset %s (version %d)", place, stage.name, preset.name, preset.version)
+        logger.info("%s, %s, of preset %s", place, stage.name, preset.name)
         recipe = make_recipe(options)
         figures = run(recipe, figures if before and _evaluates_alike(before, recipe) else {})
         before = recipe

@@ -103,7 +103,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         is_exported="stock" in facts,
         preprocessor=_preprocessor(folder, config),
         is_sentence_model=is_sentence_model,
-        other_weights=_other_weights(facts, conversion),
+        other_weights=_other_weights(facts),
         settings=_rows(_settings(facts.get("settings"))),
         conversion=_rows(conversion),
         dropped_features=report.get("dropped_features") or [],
@@ -125,12 +125,11 @@ def _source(base_model: str) -> Markdown:
     return Markdown(f"`{' '.join(without_path(base_model).replace('`', '').split())}`")
 
 
-def _other_weights(facts: Mapping[str, Any], conversion: Mapping[str, Any]) -> str:
+def _other_weights(facts: Mapping[str, Any]) -> str:
     """The sentence about the weights outside the mechanisms, which a run may have trained."""
     runs = [*(facts.get("earlier_training") or ()), *([facts["training"]] if facts.get("training") else [])]
     if all(run.get("trainable") == "mechanism" for run in runs):
-        longer = ", but for its table of learned positions, which is longer" if "positions" in conversion else ""
-        return f"All other weights and their names are those of the base model{longer}."
+        return "All other weights and their names are those of the base model."
     if runs[-1].get("use_peft"):
         return "Adapters were trained and merged into other weights; all names are those of the base model."
     return "The other weights were trained as well (see Training), and began as those of the base model."

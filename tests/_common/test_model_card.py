@@ -131,11 +131,6 @@ def test_the_card_says_of_other_weights_only_what_is_so(linear_llama, tmp_path):
         text = read_card(tmp_path / "healed")[1]
         assert (untouched in text) == is_so
         assert ("The other weights were trained as well" in text) != is_so
-    facts = {"base_model": "b", "settings": {"mechanism": "linear"}, "conversion": {"positions": "8 -> 16 tokens"}}
-    write_model_card(tmp_path / "healed", facts)
-    text = read_card(tmp_path / "healed")[1]
-    assert untouched not in text
-    assert "those of the base model, but for its table of learned positions, which is longer." in " ".join(text.split())
 
 
 def test_the_hub_can_read_base_model_data_and_results(linear_llama, tmp_path):

@@ -80,7 +80,6 @@ def test_a_recipe_repeats_a_preset(llama, text, tmp_path):
     assert "overwrite" not in values
     assert run("--config", tmp_path / "one" / RECIPE, "--output_dir", tmp_path / "two")[0] == 0
     assert same_weights(tmp_path / "one", tmp_path / "two")
-    assert f"{load_preset('default').version} there" in (tmp_path / "one" / RECIPE).read_text()
 
 
 def test_the_default_settings_are_those_of_the_preset():
@@ -151,9 +150,6 @@ def test_what_was_given_in_memory_is_named_so(named, llama, text, tmp_path):
     values = yaml.safe_load(recipe)
     assert "train_file" not in values
     assert values.get("model_name_or_path") == ("me/tiny-llama" if named else None)
-    if named:
-        again = convert_and_heal(stock, tmp_path / "out" / RECIPE, texts, tokenizer=options["tokenizer"])
-        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
 
 
 def test_sigterm_in_python_is_not_an_exception_that_programs_expect(llama, text, monkeypatch, caplog):
@@ -171,7 +167,7 @@ def test_sigterm_in_python_is_not_an_exception_that_programs_expect(llama, text,
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("SRC", "such"), "`recipe` = 'such' is neither a file nor a preset; presets: default, gated_delta"),
+        (("SRC", "such"), "`recipe` = 'such' is no preset; presets: default, gated_delta"),
         (("SRC", "default", [1, 2]), "`train_data` holds int; pass a list of texts"),
         (("SRC", "default", []), "`train_data` holds nothing"),
         (("SRC", "default"), "give a `--train_file`"),

@@ -46,7 +46,6 @@ from hf_linear_attention._common.heads import is_without_head
 from hf_linear_attention._common.model_card import HISTORY, REPORT, training_facts, training_history, write_model_card
 from hf_linear_attention._common.options import Facts, OnResume
 from hf_linear_attention._common.reading import read_json, reading
-from hf_linear_attention.training.data.batches import CONTENT
 from hf_linear_attention.training.data.processors import Processor
 from hf_linear_attention.training.distributed import (
     is_sharded,
@@ -55,7 +54,7 @@ from hf_linear_attention.training.distributed import (
     without_sharding_class,
 )
 from hf_linear_attention.training.models import ADAPTER, cast, merged_state_dict, written_dtype
-from hf_linear_attention.training.recipe import DEFAULTS, FACTS, Recipe, RunArguments
+from hf_linear_attention.training.recipe import FACTS, Recipe, RunArguments
 from hf_linear_attention.training.tracking import METRICS, plot_metrics
 
 
@@ -278,8 +277,7 @@ class Checkpointer:
             )
         if watched := changed[OnResume.WARNED]:
             logger.warning("the settings have changed, so the run continues differently: %s", "; ".join(watched))
-        names = {entry.name for entry in dataclasses.fields(TrainingState)}
-        state = TrainingState(**{name: value for name, value in content["state"].items() if name in names})
+        state = TrainingState(**content["state"])
         if (other := changed[OnResume.INCOMPARABLE]) and state.best:
             text = "the best evaluation so far (step %d) cannot be compared with later ones (%s), and is forgotten"
             logger.warning(text, state.best["step"], "; ".join(other))
@@ -319,11 +317,7 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> dict[OnResume,
     ones change its evaluations.
     """
     known = {**FACTS, "world_size": WORLD_SIZE}
-    # A version that did not know an option did what its default does.
-    before = {**{name: default for name, default in DEFAULTS.items() if name not in old}, **old}
-    changed = {name: f"{name}: {before.get(name)} -> {new[name]}" for name in new if before.get(name) != new[name]}
-    if old.get(CONTENT) is None:  # the checkpoint is from a version that did not record it
-        changed.pop(CONTENT, None)
+    changed = {name: f"{name}: {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]}
     meanings = {name: known.get(name, NO_OPTION).meaning_on_resume(new) for name in changed}
     return {
         meaning: [text for name, text in changed.items() if meaning in meanings[name]]

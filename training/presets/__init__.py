@@ -1,14 +1,12 @@
 """Presets: recipes of several stages, which are the files in this folder; `run.run_stages` runs them.
 
-A preset has a version, the settings of the conversion, and the stages for each task. A stage is a set of options of
-`finetune.py` and a share of the tokens. Every stage trains the model that the stage before it has written; the last one
-writes into `output_dir` itself. A recipe of the same form in any other folder runs with `--config FILE`.
+A preset has the settings of the conversion, and the stages for each task. A stage is a set of options of `finetune.py`
+and a share of the tokens. Every stage trains the model that the stage before it has written; the last one writes into
+`output_dir` itself. `--preset FILE` takes a file of the same form in any other folder.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.errors import UsageError, one_line
 from hf_linear_attention._common.options import kinds_of, typed_options
 from hf_linear_attention.training.recipe import FACTS, GROUPS, MECHANISM, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
 from hf_linear_attention.training.tasks import TASKS
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 FOLDER = Path(__file__).parent
-PAPERS = "benchmarks/papers/recipes"  # in a checkout
-OF_PAPERS = ("cald-linformer", "hedgehog", "radlads")  # which were presets before
 EPOCHS = 6.0  # of images, for all stages together
 # MiniLM with a window of 128 tokens, 40,000 tokens of training on 65 to 512: a cosine of .9951 to .9784 by length; at
 # 5e-5 .9855 to .9694, which is less than without training (1 to .9765).
@@ -54,7 +50,6 @@ class Preset:
     """
 
     name: str
-    version: int
     description: str
     tokens: int
     settings: dict[str, dict[str, Any]]
@@ -73,37 +68,20 @@ def preset_names() -> list[str]:
 
 
 def load_preset(name: str) -> Preset:
-    """The preset of this name, or the recipe of stages in a file of this name.
+    """The preset of this name, or in the file of this name.
 
     Raises:
         UsageError: if there is none.
     """
     path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
-    if name in OF_PAPERS and not path.is_file():
-        file = f"{PAPERS}/{name}.yaml"
-        raise UsageError(f"`--preset {name}` is not a preset any more; give the file {file} of a checkout")
-    content = stages_file(path)
-    if content is None:
+    if not path.is_file():
         raise UsageError(f"`--preset {name}`: there is no such preset; choose one of {', '.join(preset_names())}")
     try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))  # stages share options by aliases
         tasks = {task: [_stage(**entry) for entry in entries] for task, entries in content.pop("tasks").items()}
         return Preset(name=name, stages=tasks, **content)
-    except (AttributeError, TypeError) as error:
-        raise UsageError(f"{path} is no recipe of stages: {error}") from error
-
-
-def stages_file(path: str | Path) -> dict[str, Any] | None:
-    """The content of a file with a recipe of stages; None if it is another file, or there is none."""
-    if not os.path.isfile(path):
-        return None
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        if re.search(r"(?m)^tasks:", text) is None:
-            return None
-        content = yaml.safe_load(text)  # stages share options by aliases
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return None
-    return content if isinstance(content, dict) and "tasks" in content else None
+    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} is no preset: {one_line(error)}") from error
 
 
 def _stage(stage: str, share: float, **options: Any) -> Stage:
