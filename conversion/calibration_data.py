@@ -45,7 +45,7 @@ from hf_linear_attention.training.recipe import (
     TaskArguments,
 )
 from hf_linear_attention.training.recipe_parser import fill_defaults
-from hf_linear_attention.training.tasks import missing_library, needs
+from hf_linear_attention.training.tasks import INSTALL, is_installed
 
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ def check_pairs_file(path: str) -> None:
     )
 
     check_text_file("pairs_file", path, tuple(PAIR_COLUMNS.values()))
-    if (library := missing_library("embedding", "spearman")) is not None:
-        raise UsageError(f"`--pairs_file` {needs(library)}")
+    if not is_installed("scipy"):
+        raise UsageError(f"`--pairs_file` needs scipy; {INSTALL}")
     try:
         load_rows(DataArguments(validation_file=path, **PAIR_COLUMNS), "validation")
     except TrainingError as error:

@@ -31,7 +31,7 @@ from hf_linear_attention.training.checkpoints import Checkpointer, TrainedParame
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, TrainInputs, count_units, loader
 from hf_linear_attention.training.data.processors import Processor
 from hf_linear_attention.training.evaluation.embeddings import EmbeddingEvaluator
-from hf_linear_attention.training.evaluation.evaluator import Evaluator, Generation, Selection
+from hf_linear_attention.training.evaluation.evaluator import Evaluator, Selection
 from hf_linear_attention.training.evaluation.recall import RecallProbe
 from hf_linear_attention.training.losses.objectives import LOSS, Objective, StudentWithObjectives
 from hf_linear_attention.training.losses.teacher import Teacher
@@ -91,18 +91,11 @@ class RunContext:
                 self.accelerator,
                 recipe.model.task,
                 self.teacher,
-                self._generation(),
                 recipe.optimization.max_logits_mb,
             )
         if self.teacher is None:
             raise RuntimeError("an embedding model is compared with its teacher, but there is no teacher")
         return EmbeddingEvaluator(self.accelerator, self.teacher, recipe.pooling)
-
-    def _generation(self) -> Generation | None:
-        options = self.recipe.task_options
-        if not options.predict_with_generate:
-            return None
-        return Generation(self.processor, options.generation_max_length, self.accelerator.is_fsdp2)
 
     def record(self, event: dict[str, Any]) -> None:
         """Write a line to metrics.jsonl, and send it to the trackers."""

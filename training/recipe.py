@@ -108,27 +108,12 @@ class ObjectiveArguments:
 
 EVALUATION_DATA = ("validation_file", "dataset_name")
 PADDED = tuple(name for name in TEXT_TASKS if name != "causal_lm")  # the blocks of causal_lm have one length
-GENERATING = tuple(name for name, task in TASKS.items() if task.generates)
 
 
 @dataclass
 class TaskArguments:
-    """How the rows of some tasks become examples, and what their evaluations generate."""
+    """How the rows of some tasks become examples, and what their evaluations measure."""
 
-    predict_with_generate: bool = incomparable(
-        "In evaluations, also generate texts (greedily), and compare them with the targets and the teacher's; of "
-        "conversations, count the answers that end.",
-        False,
-        needs=EVALUATION_DATA,
-        tasks=GENERATING,
-    )
-    generation_max_length: int = incomparable(
-        "Tokens that are generated at most for each text.",
-        128,
-        bounds=COUNT,
-        needs=("predict_with_generate",),
-        tasks=GENERATING,
-    )
     recall_texts: int = free(
         "Texts with a copy further back on which evaluations measure recall (docs/healing.md); 0: none.",
         8,
@@ -222,7 +207,6 @@ class DataArguments:
         False,
         tasks=("causal_lm",),
     )
-    dataset_config_name: str | None = option("Configuration of dataset_name.", None, needs=("dataset_name",))
     text_column_name: str = shared(
         "Column with the text; default: text (seq2seq_lm: source).",
         "text",
@@ -358,13 +342,6 @@ class RunArguments:
         False,
         needs=("eval_steps",),
     )
-    metric_for_best_model: str | None = option(
-        "Figure that decides which evaluation is best, such as perplexity, accuracy or cosine; default: the main "
-        "figure of the task.",
-        None,
-        needs=("load_best_model_at_end",),
-        on_resume=OnResume.INCOMPARABLE,
-    )
     report_to: str | None = free("Trackers of accelerate, such as tensorboard,trackio.", None)
 
 
@@ -375,6 +352,9 @@ FACTS = facts_of(*GROUPS)
 _BY_TRAINER = "train this head with `Trainer` of transformers (docs/data.md, Heads without a task)"
 _TASKS = ("ctc", "speech_seq2seq", "question_answering", "token_classification")
 REMOVED: dict[str, str] = {
+    "predict_with_generate": "write texts with `generate` of the model that was saved, and score them with `evaluate`",
+    "metric_for_best_model": "leave it out: it is the first figure of the task (docs/data.md)",
+    "dataset_config_name": "save the configuration with `datasets`, and give its folder or file",
     **{f"task {name}": _BY_TRAINER for name in _TASKS},
     "audio_column_name": _BY_TRAINER,
     "retrieval_file": "sentence-transformers evaluates the trained model (docs/tutorials/embeddings.md)",

@@ -48,15 +48,9 @@ from hf_linear_attention.training.recipe import (
     TRANSFER_WEIGHTS,
     Recipe,
 )
-from hf_linear_attention.training.tasks import missing_library, needs
 from hf_linear_attention.training.tracking import tracker_problems
 
 
-# What some figures need; if they are of texts, only where texts can be generated.
-NEEDED_BY = {
-    "spearman": "text_pair_column_name",
-    **dict.fromkeys(("exact_match", "f1", "same_text"), "predict_with_generate"),
-}
 WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
 
 
@@ -91,7 +85,6 @@ def find_problems(recipe: Recipe) -> list[str]:
         _adapters,
         _schedule,
         _folder,
-        _selection,
         _pattern,
         tracker_problems,
         _modes,
@@ -243,22 +236,6 @@ def _pattern(recipe: Recipe) -> Iterator[str]:
         re.compile(pattern or "")
     except re.error as error:
         yield f"`--freeze_pattern {pattern}` is not a regular expression ({error}); correct it"
-
-
-def _selection(recipe: Recipe) -> Iterator[str]:
-    run, allowed = recipe.run, recipe.task.figures
-    name = (run.metric_for_best_model or allowed[0]).removeprefix("eval_")
-    if name not in allowed:
-        best = run.metric_for_best_model
-        yield f"`--metric_for_best_model {best}` is not a figure of the task; choose one of {', '.join(allowed)}"
-    library = missing_library(recipe.model.task, name)
-    if library is not None and (run.metric_for_best_model or run.load_best_model_at_end):
-        yield f"choosing the best model by `{name}` {needs(library)}, or give another `--metric_for_best_model`"
-    needed = NEEDED_BY.get(name)
-    if needed == "predict_with_generate" and not recipe.task.generates:
-        needed = None
-    if run.metric_for_best_model and needed and not recipe.flat()[needed]:
-        yield f"`--metric_for_best_model {run.metric_for_best_model}` needs `--{needed}`; give it too"
 
 
 def _modes(recipe: Recipe) -> Iterator[str]:

@@ -30,47 +30,39 @@ class Task:
         auto_class: the Auto class of transformers that loads its models.
         inputs: what the models read.
         logits: what one row of the logits stands for; None for models without logits.
-        figures: the figures by which the best model can be chosen; the first is the default.
+        figure: the one of an evaluation that chooses the best model.
         text_column: the column with the text, unless `--text_column_name` is given.
         pair_column: the column with a second text, unless `--text_pair_column_name` is given.
         reads_running_text: whether a .txt file can be used.
-        generates: whether an evaluation can generate text (`--predict_with_generate`).
         compares: whether an evaluation compares the predictions with those of the teacher.
     """
 
     auto_class: str
     inputs: Inputs
     logits: LogitsOf | None
-    figures: tuple[str, ...]
+    figure: str
     text_column: str = "text"
     pair_column: str | None = None
     reads_running_text: bool = False
-    generates: bool = False
     compares: bool = True
 
 
-LANGUAGE = ("nats_per_token", "perplexity")
-CLASSES = ("accuracy", "f1")
-EMBEDDINGS = ("cosine", "cosine_min")
-GENERATED_TEXTS = ("exact_match", "f1", "same_text")
+LANGUAGE, CLASSES, EMBEDDINGS = "nats_per_token", "accuracy", "cosine"
 
 TASKS: dict[str, Task] = {
-    "causal_lm": Task(
-        "AutoModelForCausalLM", "text", "tokens", LANGUAGE, reads_running_text=True, compares=False, generates=True
-    ),
+    "causal_lm": Task("AutoModelForCausalLM", "text", "tokens", LANGUAGE, reads_running_text=True, compares=False),
     "masked_lm": Task("AutoModelForMaskedLM", "text", "tokens", LANGUAGE, reads_running_text=True, compares=False),
     "sequence_classification": Task("AutoModelForSequenceClassification", "text", "inputs", CLASSES),
-    "embedding": Task("AutoModel", "text", None, (*EMBEDDINGS, "spearman"), reads_running_text=True),
+    "embedding": Task("AutoModel", "text", None, EMBEDDINGS, reads_running_text=True),
     "image_classification": Task("AutoModelForImageClassification", "images", "inputs", CLASSES),
     "image_embedding": Task("AutoModel", "images", None, EMBEDDINGS),
     "seq2seq_lm": Task(
         "AutoModelForSeq2SeqLM",
         "text",
         "targets",
-        (*LANGUAGE, *GENERATED_TEXTS),
+        LANGUAGE,
         text_column="source",
         pair_column="target",
-        generates=True,
     ),
 }
 TEXT_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "text")
@@ -91,27 +83,17 @@ INSTALL = 'install it with `pip install "hf-linear-attention[eval]"`'
 PACKAGES = {"scipy": "scipy", "sklearn": "scikit-learn"}
 
 
-def missing_library(task: str, figure: str) -> str | None:
-    """The library that a figure of a task needs and that is not installed, or None."""
-    library = {"spearman": "scipy", "f1": "sklearn" if task in CLASSIFICATION else None}.get(figure)
-    return None if library is None or _is_installed(library) else library
-
-
-def needs(library: str) -> str:
-    """That something needs `library`, and how to install it, as the end of an error."""
-    return f"needs {PACKAGES[library]}; {INSTALL}"
-
-
 @functools.cache
 def can_score(library: str) -> bool:
     """Whether `library` is installed; if it is not, one warning says that its figures are left out."""
-    found = _is_installed(library)
+    found = is_installed(library)
     if not found:
         logger.warning("the figures of %s are left out of evaluations; %s", PACKAGES[library], INSTALL)
     return found
 
 
-def _is_installed(library: str) -> bool:
+def is_installed(library: str) -> bool:
+    """Whether Python finds `library`."""
     try:
         return importlib.util.find_spec(library) is not None
     except ValueError:  # something stands in its place in `sys.modules`

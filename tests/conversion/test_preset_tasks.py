@@ -45,8 +45,8 @@ def test_rows_of_a_task_calibrate_train_and_evaluate(task: str, texts: list[str]
     assert report["calibration"]["tokens"] > 24  # more than one of every row
     (stage,) = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
     assert stage["training"]["preset"].startswith("default")
-    figure = stage["metrics"][f"eval_{TASKS[task].figures[0]}"]
-    assert re.search(rf"distil: [\d,]+ {unit}, .*eval_{TASKS[task].figures[0]} {figure:.4g}", text)
+    figure = stage["metrics"][f"eval_{TASKS[task].figure}"]
+    assert re.search(rf"distil: [\d,]+ {unit}, .*eval_{TASKS[task].figure} {figure:.4g}", text)
     assert f"trained on {stage['training'][unit]:,} {unit}" in (tmp_path / "out" / "report.html").read_text()
 
 

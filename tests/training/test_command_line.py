@@ -51,7 +51,7 @@ def base(files: Path, tmp_path: Path) -> list[str]:
         (["--train_file", "none.jsonl"], ["none.jsonl", "no such file"]),
         (["--train_file", "a.xlsx"], ["a.xlsx", "*.jsonl"]),
         (["--dataset_name", "d"], ["--dataset_name", "--train_file", "exclude"]),
-        (["--dataset_config_name", "d"], ["--dataset_config_name", "needs `--dataset_name`"]),
+        (["--dataset_config_name", "d"], ["--dataset_config_name", "is not an option any more", "`datasets`"]),
         (["--eval_steps", "5"], ["--eval_steps", "--validation_file"]),
         (["--warmup_ratio", "0.1", "--lr_scheduler_type", "constant"], ["constant_with_warmup"]),
         (["--save_total_limit", "3"], ["--save_total_limit", "--checkpointing_steps"]),

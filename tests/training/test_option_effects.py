@@ -101,7 +101,6 @@ def cases(
     other.bos_token = "<mask>"  # a token that the models have embeddings for
     other.save_pretrained(folder / "tokenizer")
     images = {"train_file": pictures / "train.jsonl"}
-    generated = {"task": "seq2seq_lm", "max_eval_tokens": 20}
     return {
         "base": {
             "model_name_or_path": student,
@@ -147,13 +146,11 @@ def cases(
             "train_file": folder / "valid.jsonl",
             "validation_file": folder / "train.jsonl",
             "dataset_name": folder / "data",
-            "dataset_config_name": "absent",
             "text_column_name": "other",
             "image_column_name": "other",
             "text_pair_column_name": "other",
             "label_column_name": "other",
             "max_eval_tokens": 40,
-            "generation_max_length": 3,
             "max_grad_norm": 0.01,
             "per_device_eval_batch_size": 3,
             "max_logits_mb": 1,
@@ -161,15 +158,12 @@ def cases(
             "max_train_tokens": 20,
             "output_dir": "elsewhere",
             "resume_from_checkpoint": "latest",
-            "metric_for_best_model": "perplexity",
             "report_to": "tensorboard",
         },
         "beside": {
-            **dict.fromkeys(("predict_with_generate", "generation_max_length"), generated),
             "trust_remote_code": {"model_name_or_path": with_code},
             "allow_missing": {"model_name_or_path": lacking},
             "dataset_name": {"train_file": None},
-            "dataset_config_name": {"train_file": None, "dataset_name": folder / "data"},
             "attention_transfer_weight": {"trainable": "mechanism"},
             "attention_map_weight": {"trainable": "mechanism"},
             "seed": {"evaluation": {"task": "masked_lm"}},  # the masks
@@ -299,6 +293,6 @@ def test_an_option_of_training_does_something(name: str, cases, observe, capsys)
     check(name, cases, observe, capsys, is_trained=True)
 
 
-@pytest.mark.parametrize("name", ["max_length", "max_eval_tokens", "seed", "predict_with_generate"])
+@pytest.mark.parametrize("name", ["max_length", "max_eval_tokens", "seed"])
 def test_an_option_of_evaluation_alone_does_something(name: str, cases, observe, capsys) -> None:
     check(name, cases, observe, capsys, is_trained=False)

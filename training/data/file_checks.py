@@ -53,7 +53,7 @@ def folder_files(data: DataArguments, split: str) -> list[str]:
     import datasets
 
     with reading(f"`--dataset_name {name}`", "give a folder or the name of a data set"):
-        found: Any = datasets.load_dataset_builder(name, data.dataset_config_name).config.data_files or {}
+        found: Any = datasets.load_dataset_builder(name).config.data_files or {}
     if split == "validation" and split not in found:  # as `load_rows` does
         split = "test"
     return sorted(map(str, found.get(split, ())))

@@ -65,7 +65,7 @@ def load_rows(data: DataArguments, split: str) -> datasets.Dataset | None:
     if data.dataset_name is None:
         return None
     with reading(f"`--dataset_name {data.dataset_name}`", "give a folder or the name of a data set"):
-        splits = datasets.load_dataset(data.dataset_name, data.dataset_config_name)
+        splits = datasets.load_dataset(data.dataset_name)
     if split == "train" and split not in splits:
         raise DataError(f"`--dataset_name {data.dataset_name}` has no split `train`, only {', '.join(splits)}")
     if split == "validation" and split not in splits and "test" in splits:

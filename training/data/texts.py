@@ -225,13 +225,10 @@ def check_language(part: Part) -> None:
     """Refuse rows without a text or, for conversations, without an answer.
 
     Raises:
-        DataError: if there are any, or `--predict_with_generate` is given and there are no conversations.
+        DataError: if there are any.
     """
     recipe, rows, split = part.recipe, part.rows, part.split
     if not _is_conversation(part):
-        if "predict_with_generate" in recipe.given:
-            columns = ", ".join(rows.column_names)
-            raise DataError(f"`--predict_with_generate` needs a column `{MESSAGES}`; the {split} data has {columns}")
         check_texts(part)
         return
     bad = {number: text for number, row in enumerate(rows[MESSAGES]) if (text := _problem(row)) is not None}
@@ -259,7 +256,7 @@ def language_examples(part: Part) -> Examples:
     if tokenizer.chat_template is None or not tokenizer.is_fast:
         raise SetupError(f"`{MESSAGES}` needs a fast tokenizer with a chat template; give one with `--tokenizer_name`")
     documents: list[Tokens] = []
-    columns: dict[str, list[Any]] = {"labels": [], "prompt_length": [], "loss_mask": []}
+    columns: dict[str, list[Any]] = {"labels": [], "loss_mask": []}
     for messages in part.rows[MESSAGES]:
         text, spans = _rendered(messages, tokenizer)
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
@@ -267,10 +264,8 @@ def language_examples(part: Part) -> Examples:
         ids, is_answer = np.array(found["input_ids"][:max_length], np.int64), np.array(inside[:max_length], bool)
         if not is_answer.any():
             continue
-        begun = np.flatnonzero(is_answer & ~np.concatenate([[False], is_answer[:-1]]))
         documents.append(ids)
         columns["labels"].append(np.where(is_answer, ids, IGNORED))
-        columns["prompt_length"].append(int(begun[-1]))
         columns["loss_mask"].append(np.append(is_answer[1:], False).astype(np.int64))  # a logit predicts the next token
     return finished(Documents(documents, **columns), part)
 

@@ -1,13 +1,11 @@
 """Scores as subclasses of `evaluate.Metric`, because `evaluate.load(name)` would download a script.
 
-scikit-learn and scipy compute some; this file computes means, and the F1 score of the words of texts. What needs a
-library that is missing is left out (`tasks.py`).
+scikit-learn and scipy compute some; this file computes means. What needs a library that is missing is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +15,8 @@ import evaluate
 from hf_linear_attention.training.tasks import can_score
 
 
-NUMBER, WHOLE, TEXT = datasets.Value("float64"), datasets.Value("int64"), datasets.Value("string")
-GREATER_IS_BETTER = {
-    **dict.fromkeys(("nats_per_token", "perplexity"), False),
-    **dict.fromkeys(("accuracy", "f1", "exact_match", "same_text", "spearman", "cosine", "cosine_min"), True),
-}
+NUMBER, WHOLE = datasets.Value("float64"), datasets.Value("int64")
+GREATER_IS_BETTER = {"nats_per_token": False, "accuracy": True, "cosine": True}
 
 
 class Score(evaluate.Metric):
@@ -72,26 +67,6 @@ class Classification(Score):
 def equal_share(predictions: Sequence[Any], references: Sequence[Any]) -> float:
     """The share of predictions that equal their references."""
     return sum(a == b for a, b in zip(predictions, references, strict=True)) / max(len(references), 1)
-
-
-class TextMatch(Score):
-    """Share of texts that equal their reference, and mean F1 score of their words; case and punctuation count."""
-
-    kinds = (TEXT, TEXT)
-
-    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-        pairs = [(mine.split(), yours.split()) for mine, yours in zip(predictions, references, strict=True)]
-        count = max(len(pairs), 1)
-        exact = sum(mine == yours for mine, yours in pairs)
-        f1 = math.fsum(word_f1(mine, yours) for mine, yours in pairs)
-        return {"exact_match": exact / count, "f1": f1 / count, "texts": len(pairs)}
-
-
-def word_f1(mine: Sequence[str], yours: Sequence[str]) -> float:
-    """The harmonic mean of precision and recall of the words `mine`; 1 if there are none in either."""
-    if not mine or not yours:
-        return float(mine == yours)
-    return 2 * (Counter(mine) & Counter(yours)).total() / (len(mine) + len(yours))
 
 
 class Spearman(Score):

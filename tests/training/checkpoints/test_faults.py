@@ -355,11 +355,11 @@ def test_figures_of_other_evaluations_are_not_compared(
 def test_the_same_evaluation_goes_on_being_compared(
     finetune, selecting: list[Any], accuracies: list[float], killed, files: Path, tmp_path: Path, monkeypatch, caplog
 ) -> None:
-    """The same file by a relative path, the metric that is the default by name, and batches of another size."""
+    """The same file by a relative path, and batches of another size."""
     accuracies[:] = [0.9, 0.99, 0.98]
     killed(finetune, *selecting, "--validation_file", files / "valid.tsv")
     accuracies[:] = [0.5, 0.7, 0.6]
-    same = ["--metric_for_best_model", "eval_accuracy", "--per_device_eval_batch_size", 3]
+    same = ["--per_device_eval_batch_size", 3]
     monkeypatch.chdir(files)
     with caplog.at_level(logging.WARNING):
         finetune(*selecting, *same, "--validation_file", "valid.tsv", *RESUME)
@@ -388,8 +388,6 @@ def test_another_teacher_is_another_evaluation_of_embeddings(task: str, evaluati
     assert changed[OnResume.REFUSED] == []
     assert changed[OnResume.WARNED] == ["teacher_name_or_path: a -> b"]
     assert changed[OnResume.INCOMPARABLE] == evaluation
-    other = changed_settings({"metric_for_best_model": "eval_accuracy"}, {"metric_for_best_model": "eval_f1"})
-    assert other[OnResume.INCOMPARABLE] == ["metric_for_best_model: eval_accuracy -> eval_f1"]
 
 
 def test_what_decides_data_order_or_model_is_refused() -> None:

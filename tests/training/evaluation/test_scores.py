@@ -18,7 +18,6 @@ from hf_linear_attention.conversion.calibration_data import check_pairs_file
 from hf_linear_attention.training.evaluation.scores import (
     Classification,
     Spearman,
-    TextMatch,
     TokenLoss,
     scored,
 )
@@ -35,8 +34,6 @@ def test_scores_are_their_formulas() -> None:
     assert scored(Spearman, [1.0, 2.0, 3.0, 3.0], [1.0, 3.0, 2.0, 2.0])["spearman"] == pytest.approx(1 / 3)
     assert math.isnan(scored(Spearman, [1.0, 1.0], [1.0, 2.0])["spearman"])
     assert scored(TokenLoss, [2.0, 4.0], [1, 2]) == {"nats_per_token": 2, "perplexity": math.exp(2), "tokens": 3}
-    texts = scored(TextMatch, ["cat ", "red dog", "Y"], ["cat", "dog", "y"])
-    assert texts == {"exact_match": 1 / 3, "f1": pytest.approx((1 + 2 / 3) / 3), "texts": 3}
 
 
 @pytest.fixture
@@ -61,14 +58,7 @@ def test_without_the_libraries_the_other_figures_remain(
 
 
 @pytest.mark.usefixtures("no_libraries")
-def test_figures_that_were_asked_for_are_refused_without_their_library(
-    finetune, named_classifier: str, files: Path, tmp_path: Path, capsys
-) -> None:
-    """Before anything is trained."""
-    options = ["--task", "sequence_classification", "--model_name_or_path", named_classifier]
-    options += ["--train_file", files / "train.tsv", "--validation_file", files / "valid.tsv"]
-    finetune(*options, "--metric_for_best_model", "f1", expect=2)
-    assert 'needs scikit-learn; install it with `pip install "hf-linear-attention[eval]"`' in capsys.readouterr().err
+def test_scored_pairs_are_refused_without_their_library(tmp_path: Path) -> None:
     (tmp_path / "pairs.tsv").write_text("sentence1\tsentence2\tscore\na\tb\t1\n", encoding="utf-8")
     with pytest.raises(UsageError, match="`--pairs_file` needs scipy; install it"):
         check_pairs_file(str(tmp_path / "pairs.tsv"))
