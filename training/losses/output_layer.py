@@ -11,6 +11,7 @@ logits are kept for the backward pass and none are computed twice.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -198,13 +199,14 @@ def output_layer(model: PreTrainedModel) -> OutputLayer | None:
         return seen[-1]
 
     tokens = torch.arange(1, 9, device=model.device).unsqueeze(0)  # 0 is often padding, which is embedded as zeros
-    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    # A state that a decoder would fill is not used; an encoder may not know the argument.
+    options: dict[str, Any] = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     if model.config.is_encoder_decoder:
-        batch |= {"labels": tokens, "decoder_attention_mask": batch["attention_mask"]}
+        options["decoder_input_ids"] = tokens
     was_training = model.training
     try:
         with head.register_forward_hook(replace):
-            outputs = run_model(model.eval(), batch, None)
+            outputs = model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens), **options)
     finally:
         model.train(was_training)
     logits = getattr(outputs, "logits", None)
