@@ -387,33 +387,29 @@ RECIPES = [
     *(Case(by, "empty.yaml", x, ("empty.yaml` has no options",))
       for by in ("recipe alone", "config alone") for x in (b"", b"# task: causal_lm")),
 ]  # fmt: skip
-# One value of each kind that the shared reader knows, and what single options refuse on top.
+# One value of each kind that the shared reader knows, and what single options refuse on top; the usual mistakes are in
+# the tests of both command lines.
 TRAINING: dict[str, list[Any]] = {
-    "learning_rate": ["nan", "1e400", "0", "x", ""],
+    "learning_rate": ["nan", "1e400", "0", ""],
     "num_train_epochs": ["0", "1e300"],
     "max_train_steps": ["0", "1.5"],
     "max_train_tokens": ["1e3"],
     "per_device_train_batch_size": ["0", 10**15],
     "max_length": ["1", 10**15],
     "seed": ["-1", 2**32],
-    "warmup_ratio": ["1"],
     "freeze_pattern": ["[", "nothing"],
-    "report_to": ["nosuch"],
-    "task": ["CAUSAL_LM"],
     "resume_from_checkpoint": ["nowhere", "/etc"],
     "overwrite_output_dir": ["perhaps"],
     "text_column_name": ["nosuch", "a" * 2000],
 }
 CONVERSION: dict[str, list[Any]] = {
-    "layers": ["x", "3-1", "0-99999999999", "99", "", "0.5", "\u0661"],
+    "layers": ["x", "0-99999999999", "", "0.5", "\u0661"],
     "softmax_layers": ["auto:x"],
-    "num_features": ["0", "x", "1.5", 10**11, 10**30],
+    "num_features": ["0", "1.5", 10**11, 10**30],
     "state_bytes": ["1", 10**30],
-    "dtype": ["int8"],
     "drop": ["nosuch", ","],
     "preset": ["../default"],
     "no_verify": ["perhaps"],
-    "feature_map": ["nosuch"],
     "config": ["nowhere.yaml", ""],
     "window_size": [{"attention": "hybrid", "window_size": HUGE}],
     "num_sinks": [{"attention": "hybrid", "num_sinks": -1}],
