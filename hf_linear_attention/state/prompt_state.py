@@ -3,7 +3,6 @@
 
     cache = model(**prompt, use_cache=True).past_key_values
     model.save_prompt_state(cache, "prompt.safetensors")
-    ...
     cache = model.load_prompt_state("prompt.safetensors")
     model.generate(**prompt_and_question, past_key_values=cache)
 
@@ -98,12 +97,13 @@ def load_prompt_state(model: Any, path: str | os.PathLike) -> DynamicCache:
         )
     if about.pop("sha256", None) != _digest(about, tensors):
         raise _damaged(path, "its checksum does not match its content")
-    made, num_tokens = _layers_of_one_token(model), about.get("num_tokens")
-    if problem := _problem(num_tokens, tensors, made):
+    made = _layers_of_one_token(model)
+    if problem := _problem(about.get("num_tokens"), tensors, made):
         raise _damaged(path, problem)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     for number, layer in enumerate(made):
-        _fill(cache, number, [tensors[f"{number}.{name}"] for name, _ in _tensors(layer)], layer, num_tokens)
+        named = [tensors[f"{number}.{name}"] for name, _ in _tensors(layer)]
+        _fill(cache, number, named, layer, about["num_tokens"])
     return cache
 
 
