@@ -72,21 +72,6 @@ class ObservedAttention:
             hook.remove()
         return found[0].flatten(1, 2).squeeze(-1)
 
-    def weights(self) -> Tensor:
-        """The attention weights of the mechanism, `[B, H, N, S]`, with gradients like `output`.
-
-        Raises:
-            NotImplementedError: if the mechanism has no weight matrix per head, or the input is packed.
-        """
-        mechanism, inputs = self.module.linear_attention, self.inputs
-        if inputs.is_packed or not mechanism.supports("weights", mechanism.settings):
-            raise NotImplementedError(
-                f"{type(mechanism).__name__} has no attention weights here; train on its outputs "
-                "(attention_transfer_weight) instead."
-            )
-        with torch.autocast(device_type=inputs.value.device.type, enabled=False):
-            return mechanism.attention_weights(inputs)
-
 
 @contextlib.contextmanager
 def observe_attention(

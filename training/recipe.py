@@ -42,7 +42,7 @@ MECHANISM = ".linear_attention."
 TEACHER = ("teacher_name_or_path",)
 TEACHER_WEIGHTS = ("logits_kl_weight", "hidden_state_weight", "embedding_weight")
 # With these, the student computes its original softmax attention and is its own teacher.
-TRANSFER_WEIGHTS = ("attention_transfer_weight", "attention_map_weight")
+TRANSFER_WEIGHTS = ("attention_transfer_weight",)
 
 # Options that hold for a model that is only evaluated, too.
 shared = partial(option, for_evaluation=True)
@@ -68,18 +68,7 @@ class ObjectiveArguments:
     attention_transfer_weight: float = _loss_weight(
         "Weight of the relative squared error of every converted layer's output, computed on the softmax model's "
         "activations (the model is its own teacher; requires --trainable mechanism and excludes the other weights "
-        "except attention_map_weight).",
-        0.0,
-    )
-    attention_transfer_error: Literal["relative", "absolute"] = warned(
-        "Error in attention transfer: each head's squared error relative to its squared softmax output, or the mean "
-        "squared error.",
-        "relative",
-        needs=("attention_transfer_weight",),
-    )
-    attention_map_weight: float = _loss_weight(
-        "Weight of the cross-entropy between the attention weights of softmax and those of the mechanism. The "
-        "conditions are those of attention_transfer_weight, and the two may be combined.",
+        "but far_share_weight).",
         0.0,
     )
     far_share_weight: float = _loss_weight(
@@ -352,6 +341,8 @@ FACTS = facts_of(*GROUPS)
 _BY_TRAINER = "train this head with `Trainer` of transformers (docs/data.md, Heads without a task)"
 _TASKS = ("ctc", "speech_seq2seq", "question_answering", "token_classification")
 REMOVED: dict[str, str] = {
+    "attention_map_weight": "give `--attention_transfer_weight`",
+    "attention_transfer_error": "leave it out: the error of a head is relative to its output",
     "predict_with_generate": "write texts with `generate` of the model that was saved, and score them with `evaluate`",
     "metric_for_best_model": "leave it out: it is the first figure of the task (docs/data.md)",
     "dataset_config_name": "save the configuration with `datasets`, and give its folder or file",

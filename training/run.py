@@ -225,7 +225,7 @@ def _train_inputs(context: RunContext, examples: Examples) -> TrainInputs:
 
 def _can_pack(context: RunContext) -> bool:
     """Whether student and teacher keep packed documents apart; some objectives compare one document at a time."""
-    if context.recipe.objective.attention_map_weight or context.recipe.objective.far_share_weight:
+    if context.recipe.objective.far_share_weight:
         return False
     for model in (context.student, *([context.teacher.model] if context.teacher else [])):
         if not keeps_documents_apart(model):

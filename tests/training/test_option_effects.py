@@ -165,7 +165,6 @@ def cases(
             "allow_missing": {"model_name_or_path": lacking},
             "dataset_name": {"train_file": None},
             "attention_transfer_weight": {"trainable": "mechanism"},
-            "attention_map_weight": {"trainable": "mechanism"},
             "seed": {"evaluation": {"task": "masked_lm"}},  # the masks
             "group_by_length": {"max_train_steps": 3, "per_device_train_batch_size": 2, "max_length": 64},
             "label_column_name": {"task": "sequence_classification"},

@@ -142,9 +142,7 @@ def _refuse_before(recipe: Recipe) -> None:
         # With it, the teacher would have weights on the main process alone.
         "`fsdp_cpu_ram_efficient_loading: true` in the launch file": _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"),
         "mixed precision fp16 (allowed are no, bf16)": _precision(recipe) == "fp16",
-        "attention transfer, which trains the mechanisms alone": bool(
-            weights.attention_transfer_weight or weights.attention_map_weight
-        ),
+        "attention transfer, which trains the mechanisms alone": bool(weights.attention_transfer_weight),
         "`--use_peft`": recipe.model.use_peft,
     }
     if wrong := [name for name, is_wrong in conditions.items() if is_wrong]:

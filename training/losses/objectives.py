@@ -48,14 +48,13 @@ class Objective:
     """One term of the loss.
 
     With `observes_attention`, the student computes its original softmax attention, and the mechanism of every layer is
-    run on the same inputs; with `needs_attention_weights`, that softmax also returns its weights.
+    run on the same inputs.
     """
 
     needs_logits: bool = False  # and has `rows` and `of_rows` in place of `total`
     needs_hidden_states: bool = False
     needs_teacher: bool = False
     observes_attention: bool = False
-    needs_attention_weights: bool = False
 
     def __init__(self, recipe: Recipe) -> None:
         """Read the options of this objective; most have none."""
@@ -191,24 +190,20 @@ def _hidden_pairs(student: StudentOutputs, teacher: Outputs | None) -> list[tupl
 class AttentionTransfer(Objective):
     """|mechanism - softmax|^2 / |softmax|^2 of the output of every layer and head, on the softmax model's activations.
 
-    The error is relative per sequence and head, because absolute errors span 0.0008 to 48 across the layers of one
-    model, and averaged over heads and layers. With `attention_transfer_error` = `absolute`, it is the mean of squares
-    (LoLCATs 2024, equation 8). Every layer is trained separately: errors of earlier layers do not reach it (section 3.2
-    of that paper).
+    The error is relative per sequence and head, because absolute errors (LoLCATs 2024, equation 8) span 0.0008 to 48
+    across the layers of one model, and averaged over heads and layers. Every layer is trained separately: errors of
+    earlier layers do not reach it (section 3.2 of that paper).
     """
 
     observes_attention = True
 
-    def __init__(self, recipe: Recipe) -> None:
-        is_relative = recipe.objective.attention_transfer_error == "relative"
-        self.error = relative_head_error if is_relative else absolute_head_error
-
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum over the units of the mean error of the heads, for each entry of `student.attention`."""
         weights = [query_weights(seen, batch) for seen in student.attention]
-        errors = torch.stack([self.error(seen, w > 0) for seen, w in zip(student.attention, weights, strict=True)])
+        pairs = list(zip(student.attention, weights, strict=True))
+        errors = torch.stack([relative_head_error(seen, w > 0) for seen, w in pairs])
         # No error has a gradient in the scores of keys, because they only choose; their own is not part of the value.
-        scores = torch.stack([score_error(seen, w) for seen, w in zip(student.attention, weights)])
+        scores = torch.stack([score_error(seen, w) for seen, w in pairs])
         scores = scores - scores.detach()
         return (errors.mean(dim=2) * weights[0].sum(-1)).sum(-1) + scores  # of [layers, B, H]; layers weigh a row alike
 
@@ -241,43 +236,8 @@ def query_weights(seen: ObservedAttention, batch: Batch) -> Tensor:
 
 def relative_head_error(seen: ObservedAttention, mask: Tensor) -> Tensor:
     """Relative squared error [B, H] of the mechanism's output over the tokens for which `mask` [B, N] is true."""
-    mine, yours = _real_outputs(seen, mask)
-    return (mine - yours).square().sum(dim=(1, 3)) / yours.square().sum(dim=(1, 3)).clamp(min=1e-12)
-
-
-def absolute_head_error(seen: ObservedAttention, mask: Tensor) -> Tensor:
-    """Mean squared error [B, H] of the mechanism's output over the tokens for which `mask` [B, N] is true."""
-    mine, yours = _real_outputs(seen, mask)
-    return (mine - yours).square().mean(dim=3).sum(dim=1) / mask.sum(-1, keepdim=True).clamp(min=1)
-
-
-def _real_outputs(seen: ObservedAttention, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs [B, N, H, D] of mechanism and softmax, with 0 at padding."""
     mine, yours = (x.float().masked_fill(~mask[:, :, None, None], 0.0) for x in (seen.output, seen.softmax_output))
-    return mine, yours
-
-
-class AttentionMap(Objective):
-    """Cross-entropy between the attention weights of softmax and those of the mechanism (Hedgehog 2024, equation 4).
-
-    It is - sum_j A_ij log W_ij, averaged over heads and layers. The N x N weights of both are formed, as in the paper.
-    """
-
-    observes_attention = needs_attention_weights = True
-
-    def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
-        """Sum over the units of the mean cross-entropy of the heads, for each entry of `student.attention`."""
-        return torch.stack([map_cross_entropy(seen, query_weights(seen, batch)) for seen in student.attention])
-
-
-def map_cross_entropy(seen: ObservedAttention, counts: Tensor) -> Tensor:
-    """The cross-entropy of one layer: the sum over the tokens, weighted by `counts` [B, N], averaged over heads."""
-    if seen.softmax_weights is None:
-        raise RuntimeError("the softmax weights are needed, but the attention that ran did not return them")
-    # A weight of exactly 0, such as one outside a window, would make the cross-entropy infinite.
-    weights = seen.weights().float().clamp(min=1e-8)
-    real = counts > 0
-    return -((seen.softmax_weights.float() * weights.log()).sum(-1).mean(1)[real] * counts[real]).sum()
+    return (mine - yours).square().sum(dim=(1, 3)) / yours.square().sum(dim=(1, 3)).clamp(min=1e-12)
 
 
 # Queries per sequence that are compared: all logits of these are computed, beyond what a step costs without.
@@ -429,7 +389,6 @@ LOSS = "loss"  # the name of the weighted sum among the figures of a step
 OBJECTIVES: dict[str, Callable[[Recipe], Objective]] = {
     "far_share": FarShare,  # before those that only need the output, which is computed with the shares
     "attention_transfer": AttentionTransfer,
-    "attention_map": AttentionMap,
     "task_loss": TaskLoss,
     "logits_kl": LogitsKL,
     "hidden_state": HiddenState,
@@ -472,8 +431,6 @@ class StudentWithObjectives(nn.Module):
         self.by_row = ByRow(student, megabytes) if needs_logits else None
         self.gradient_scale: Callable[[], float] = lambda: GRADIENT_SCALE
         self.observes_attention = any(objective.observes_attention for _, objective in objectives.values())
-        if any(objective.needs_attention_weights for _, objective in objectives.values()):
-            student.set_attn_implementation("eager")
 
     def forward(
         self, batch: Batch, teacher: Outputs | None, scales: dict[str, Tensor]

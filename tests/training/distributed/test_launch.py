@@ -118,7 +118,7 @@ def test_shards_and_what_does_not_go_with_them(recipe: Recipe, monkeypatch: pyte
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     recipe.model.use_peft = True
-    recipe.objective.attention_map_weight = 1.0
+    recipe.objective.attention_transfer_weight = 1.0
     words = ("fsdp_version: 1", "efficient_loading", "fp16", "attention transfer", "--use_peft")
     with pytest.raises(TrainingError, match=".*".join(words) + r".*ddp\.yaml"):
         start_processes(recipe)

@@ -22,7 +22,7 @@ from hf_linear_attention.training.losses.teacher import Teacher
 
 
 DISTILLING = ("task_loss", "logits_kl", "hidden_state", "embedding")
-OBSERVING = ("attention_transfer", "attention_map", "far_share")
+OBSERVING = ("attention_transfer", "far_share")
 # Every objective with each other that it can be combined with.
 PAIRS = [(a, b) for kind in (DISTILLING, OBSERVING) for a in kind for b in kind if a < b]
 

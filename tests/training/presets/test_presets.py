@@ -48,10 +48,7 @@ def data(files: Path) -> list[str]:
     return ["--train_file", f"{files}/train.jsonl", "--max_length", "32", "--max_train_tokens", "800"]
 
 
-PAPERS = sorted(str(path) for path in (ROOT / "benchmarks" / "papers" / "recipes").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("name", [*preset_names(), *PAPERS])
+@pytest.mark.parametrize("name", preset_names())
 def test_a_preset_is_whole(name: str) -> None:
     preset = load_preset(name)
     assert preset.tokens >= 1_000_000
@@ -61,7 +58,7 @@ def test_a_preset_is_whole(name: str) -> None:
         assert sum(stage.share for stage in stages) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("name", [*preset_names(), *PAPERS])
+@pytest.mark.parametrize("name", preset_names())
 def test_every_stage_of_every_preset_is_a_valid_command_line(name: str, any_task: Path, tmp_path: Path) -> None:
     for task in load_preset(name).stages:
         words = [f"--preset={name}", f"--task={task}", "--model_name_or_path=m", "--teacher_name_or_path=t"]
