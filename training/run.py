@@ -208,7 +208,7 @@ def recall_probe(recipe: Recipe, processor: Processor, config: Any, examples: Ex
     """What measures recall on the first of these examples, if the model is a causal language model."""
     if recipe.model.task != "causal_lm" or not recipe.task_options.recall_texts or examples is None:
         return None
-    length, bos = sequence_length(recipe, processor, config), processor.bos_token_id
+    length, bos = sequence_length(recipe, processor, config), getattr(processor, "bos_token_id", None)
     options, limit = recipe.task_options, recipe.optimization.max_logits_mb
     return RecallProbe(examples, length, options.recall_texts, max_length_of(config), bos, limit)
 
