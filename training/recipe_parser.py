@@ -169,7 +169,9 @@ def _objectives(recipe: Recipe) -> Iterator[str]:
         names = ", ".join(f"`--{name}`" for name in WEIGHTS)
         yield f"there is nothing to learn from, because every weight is 0; set one of {names} above 0"
     elif used_here := [name for name in TRANSFER_WEIGHTS if getattr(weights, name)]:
-        yield from _transfer(recipe, used_here[0], [name for name in WEIGHTS[2:] if getattr(weights, name)])
+        yield from _transfer(
+            recipe, used_here[0], [name for name in WEIGHTS[len(TRANSFER_WEIGHTS) :] if getattr(weights, name)]
+        )
     elif teacher is not None and not used and recipe.task.logits is not None:
         names = ", ".join(f"`--{name}`" for name in TEACHER_WEIGHTS)
         yield f"`--teacher_name_or_path {teacher}` is not used; set one of {names} above 0, or drop the teacher"

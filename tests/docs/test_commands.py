@@ -250,7 +250,7 @@ def of_one_layer() -> dict[str, Any]:
 BY_PAGE: dict[str, Callable[[], dict[str, Any] | None]] = {
     "docs/elsewhere.md": lambda: llama(num_hidden_layers=4),
     "docs/runs_in.md": of_one_layer,
-    "docs/state.md": by_itself,
+    "docs/positions.md": by_itself,
     "docs/tutorials/classifier.md": classifier,
     "docs/tutorials/decoder.md": longer_text,
     "docs/tutorials/embeddings.md": lambda: shutil.rmtree("SRC"),  # the page makes it

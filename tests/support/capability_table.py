@@ -26,7 +26,6 @@ COLUMNS = {
     "ALiBi, in decoders": "alibi",
 }
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "mechanisms.md"
-TOGETHER = "mechanisms/encoders.md"
 # A table ends at the first line that does not begin with a bar.
 TABLE = re.compile(r"(?m)^\| `--attention`.*\n(^\|.*\n)+")
 
@@ -44,8 +43,10 @@ def capability_table() -> str:
 
 def page_of(name: str) -> str:
     """The place of a mechanism in the documentation."""
-    own = f"mechanisms/{name}.md"
-    return own if (PAGE.parent / own).exists() else f"{TOGETHER}#{name}"
+    for path in sorted((PAGE.parent / "mechanisms").glob("*.md")):
+        if heading := re.search(rf"(?m)^(#+) {name}$", path.read_text(encoding="utf-8")):
+            return f"mechanisms/{path.name}" + (f"#{name}" if heading[1] == "##" else "")
+    raise LookupError(f"no page of docs/mechanisms has the heading {name}")
 
 
 def _mark(mechanism: type[AttentionMechanism], capability: str) -> str:
