@@ -42,7 +42,7 @@ MECHANISM = ".linear_attention."
 TEACHER = ("teacher_name_or_path",)
 TEACHER_WEIGHTS = ("logits_kl_weight", "hidden_state_weight", "embedding_weight")
 # With these, the student computes its original softmax attention and is its own teacher.
-TRANSFER_WEIGHTS = ("attention_transfer_weight",)
+TRANSFER = "attention_transfer_weight"
 
 # Options that hold for a model that is only evaluated, too.
 shared = partial(option, for_evaluation=True)
@@ -386,7 +386,7 @@ class Recipe:
     @property
     def imitates(self) -> bool:
         """Whether outputs of a teacher, which are computed without dropout, are imitated."""
-        return any(getattr(self.objective, name) for name in (*TRANSFER_WEIGHTS, *TEACHER_WEIGHTS))
+        return any(getattr(self.objective, name) for name in (TRANSFER, *TEACHER_WEIGHTS))
 
     @property
     def unit(self) -> str:
