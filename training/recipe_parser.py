@@ -45,13 +45,13 @@ from hf_linear_attention.training.recipe import (
     GROUPS,
     REMOVED,
     TEACHER_WEIGHTS,
-    TRANSFER_WEIGHTS,
+    TRANSFER,
     Recipe,
 )
 from hf_linear_attention.training.tracking import tracker_problems
 
 
-WEIGHTS = (*TRANSFER_WEIGHTS, "task_loss_weight", *TEACHER_WEIGHTS)
+WEIGHTS = (TRANSFER, "task_loss_weight", *TEACHER_WEIGHTS)
 
 
 def fill_defaults(recipe: Recipe) -> None:
@@ -62,7 +62,7 @@ def fill_defaults(recipe: Recipe) -> None:
         recipe.data.text_column_name = recipe.task.text_column
     if "text_pair_column_name" not in recipe.given:
         recipe.data.text_pair_column_name = recipe.task.pair_column
-    is_transfer = any(getattr(recipe.objective, name) for name in TRANSFER_WEIGHTS)
+    is_transfer = recipe.objective.attention_transfer_weight > 0
     suggested = {
         "task_loss_weight": not has_teacher and not embedding and not is_transfer,
         "logits_kl_weight": has_teacher and not embedding and not is_transfer,
@@ -168,18 +168,16 @@ def _objectives(recipe: Recipe) -> Iterator[str]:
     if not any(getattr(weights, name) for name in WEIGHTS):
         names = ", ".join(f"`--{name}`" for name in WEIGHTS)
         yield f"there is nothing to learn from, because every weight is 0; set one of {names} above 0"
-    elif used_here := [name for name in TRANSFER_WEIGHTS if getattr(weights, name)]:
-        yield from _transfer(
-            recipe, used_here[0], [name for name in WEIGHTS[len(TRANSFER_WEIGHTS) :] if getattr(weights, name)]
-        )
+    elif weights.attention_transfer_weight:
+        yield from _transfer(recipe, [name for name in WEIGHTS[1:] if getattr(weights, name)])
     elif teacher is not None and not used and recipe.task.logits is not None:
         names = ", ".join(f"`--{name}`" for name in TEACHER_WEIGHTS)
         yield f"`--teacher_name_or_path {teacher}` is not used; set one of {names} above 0, or drop the teacher"
 
 
-def _transfer(recipe: Recipe, used: str, others: list[str]) -> Iterator[str]:
+def _transfer(recipe: Recipe, others: list[str]) -> Iterator[str]:
     """In attention transfer, the student computes softmax attention: other objectives could learn nothing from it."""
-    weight = f"`--{used} {getattr(recipe.objective, used)}`"
+    weight = f"`--{TRANSFER} {recipe.objective.attention_transfer_weight}`"
     for name in others:
         yield f"{weight} and `--{name}` exclude each other; train twice, with the transfer first"
     if recipe.model.trainable != "mechanism":

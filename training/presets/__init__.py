@@ -16,7 +16,7 @@ import yaml
 
 from hf_linear_attention._common.errors import UsageError, one_line
 from hf_linear_attention._common.options import kinds_of, typed_options
-from hf_linear_attention.training.recipe import FACTS, GROUPS, MECHANISM, TEACHER_WEIGHTS, TRANSFER_WEIGHTS
+from hf_linear_attention.training.recipe import FACTS, GROUPS, MECHANISM, TEACHER_WEIGHTS, TRANSFER
 from hf_linear_attention.training.tasks import TASKS
 
 
@@ -121,7 +121,7 @@ def stage_options(stage: Stage, given: Mapping[str, Any], tokens: int) -> dict[s
 
 def is_transfer(stage: Stage) -> bool:
     """Whether the stage trains by attention transfer."""
-    return any(stage.options.get(name) for name in TRANSFER_WEIGHTS)
+    return bool(stage.options.get(TRANSFER))
 
 
 def model_without_weights(given: Mapping[str, Any]) -> nn.Module:
