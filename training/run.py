@@ -40,7 +40,6 @@ from hf_linear_attention.training.data.batches import (
 )
 from hf_linear_attention.training.data.packing import Examples, PackedBlocks
 from hf_linear_attention.training.data.processors import (
-    Processor,
     load_processor,
     pad_token_id,
     sequence_length,
@@ -204,7 +203,7 @@ def _save(context: RunContext, state: TrainingState, figures: dict[str, float]) 
     accelerator.wait_for_everyone()
 
 
-def recall_probe(recipe: Recipe, processor: Processor, config: Any, examples: Examples | None) -> RecallProbe | None:
+def recall_probe(recipe: Recipe, processor: Any, config: Any, examples: Examples | None) -> RecallProbe | None:
     """What measures recall on the first of these examples, if the model is a causal language model."""
     if recipe.model.task != "causal_lm" or not recipe.task_options.recall_texts or examples is None:
         return None
