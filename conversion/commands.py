@@ -68,11 +68,9 @@ COMPARE = r"""Compare mechanisms for one model: what each costs and keeps, measu
     %(prog)s --model_name_or_path SRC --mechanisms hybrid,linear \
         --train_file stories.jsonl --tokens 50k --output_dir COMPARISON
 
-Each mechanism has the settings of its preset. The distance to the original is measured before any training and, with
---train_file, after training on --tokens of it, on a tenth of that text that is not trained on. The minutes of the
-whole preset are estimated from the speed of that training, or of ten steps of each stage where it has fewer or there is
-none. The time of one attention layer is measured in this process, with the model's heads and dtype, beside torch's
-softmax attention. With --output_dir, comparison.json and report.html are written there.
+Each mechanism has the settings of its preset, and is measured as `evaluate` does: untrained and, with --train_file,
+after training on --tokens of it, on a tenth of that text that is not trained on. The minutes of the whole preset are
+estimated from the speed of that training. With --output_dir, comparison.json is written there.
 """
 DOCTOR = "Whether this installation works, and which code serves a converted model."
 
@@ -194,14 +192,13 @@ def compare(argv: Sequence[str]) -> int:
 
 def _compare(argv: Sequence[str]) -> None:
     arguments = _comparison_arguments(argv)
-    from hf_linear_attention.conversion.comparison import compare_mechanisms, comparison_page, describe_comparison
+    from hf_linear_attention.conversion.comparison import compare_mechanisms, describe_comparison
 
     with to_stderr(LOGGED), quiet_transformers():
         content = compare_mechanisms(arguments)
         if arguments.output_dir is not None:
             with staging(Path(arguments.output_dir).expanduser().resolve()) as folder:
                 (folder / COMPARISON).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-                (folder / PAGE).write_text(comparison_page(content), encoding="utf-8")
     sys.stdout.write(f"{describe_comparison(content)}\n")
 
 
@@ -216,7 +213,7 @@ def _comparison_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--mechanisms", help="names with commas (default: the usual ones for this kind of model)")
     parser.add_argument("--train_file", help="text to train on: .txt, .jsonl, .csv, .tsv or .parquet (column `text`)")
     parser.add_argument("--tokens", help="the number of tokens to train on, such as 50k (default) or 2M")
-    parser.add_argument("--output_dir", help=f"a new folder for {COMPARISON} and {PAGE}")
+    parser.add_argument("--output_dir", help=f"a new folder for {COMPARISON}")
     parser.add_argument("--overwrite", action="store_true", help="replace --output_dir if it holds a comparison")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that the checkpoint contains")
     parser.add_argument("--allow_pickle", action="store_true", help="read .bin files if there are no safetensors")
@@ -253,7 +250,7 @@ def _problems_of_output(name: str, overwrite: bool) -> list[str]:
         return []
     if not overwrite:
         return [f"`--output_dir` = {name!r} exists; give `--overwrite` to replace it, or another name"]
-    is_comparison = folder.is_dir() and {path.name for path in folder.iterdir()} <= {COMPARISON, PAGE}
+    is_comparison = folder.is_dir() and {path.name for path in folder.iterdir()} <= {COMPARISON}
     return [] if is_comparison else [f"`--overwrite`: {name!r} holds more than a comparison; give another name"]
 
 

@@ -1,170 +1,141 @@
-"""What mechanisms cost and keep for one model, measured here: the work of `compare`."""
+"""What mechanisms cost and keep for one model: `compare` converts it with each, trains it, and does as `evaluate`."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from transformers import PreTrainedModel
-
-import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention._common.logs import progress
-from hf_linear_attention._common.model_card import HISTORY
+from hf_linear_attention._common.heads import head_of_config
+from hf_linear_attention._common.model_card import training_history
 from hf_linear_attention.configuration_linear_attention import max_length_of
-from hf_linear_attention.conversion.calibration_data import data_recipe, real_inputs, texts_of
-from hf_linear_attention.conversion.commands import COMPARISON
-from hf_linear_attention.conversion.layer_speed import model_speed
-from hf_linear_attention.conversion.options import parse_tokens, request_of
-from hf_linear_attention.conversion.page import (
-    Section,
-    bytes_text,
-    memory_text,
-    rendered,
-    speed_chart,
-    speed_conditions,
-)
-from hf_linear_attention.conversion.pipeline import Conversion, calibrated, load_converted, prepare
+from hf_linear_attention.conversion.calibration_data import data_recipe, texts_of
+from hf_linear_attention.conversion.layer_speed import first_faster
+from hf_linear_attention.conversion.options import EvaluationArguments, parse_tokens, request_of
+from hf_linear_attention.conversion.pipeline import Conversion, prepare, run
 from hf_linear_attention.conversion.plan import stock_config
-from hf_linear_attention.conversion.report import aligned
+from hf_linear_attention.conversion.preset_run import run_training
+from hf_linear_attention.conversion.quality import MEASURED_TASKS, measure
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import MOST_TOKENS, TEXTS
 from hf_linear_attention.default_settings import direction_of
-from hf_linear_attention.training.losses.divergence import divergence
-from hf_linear_attention.training.losses.output_layer import ByRow, Rows
-from hf_linear_attention.training.losses.outputs import mean_pooled
+from hf_linear_attention.training.data.rows import load_rows
 from hf_linear_attention.training.presets import load_preset, preset_names, settings_for, stages_of
 
 
 logger = logging.getLogger(__name__)
 
 HEADER = ["mechanism", "untrained", "trained", "faster here from", "state", "whole preset"]
-MEASURES = {"kl": "KL to the original, in nats per token (0 is equal)", "cosine": "cosine to the original's embeddings"}
-DEFAULT_TOKENS = 50_000
+# The figure of each task: its name in the report, and in words.
+MEASURES = {
+    "causal_lm": ("kl", "KL to the original, in nats per token (0 is equal)"),
+    "embedding": ("cosine", "cosine to the original's embeddings"),
+}
 # What is compared where nothing is named; those that a model does not support are left out.
 COMPARED = {
     "causal": ("hybrid", "linear", "gated_delta"),
     "bidirectional": ("window", "linear", "nystrom", "linformer", "hybrid"),
-    "encoder_decoder": ("linear", "nystrom", "linformer", "hybrid"),
 }
-HELD_OUT_TOKENS = 8192
-# The steps of each stage whose speed says how long the preset would take. The sentences repeated fill their batches.
-TIMED_STEPS, REPEATED = 10, 10
-# A text file is read up to this many characters per token that is trained on, and these more.
-CHARACTERS, MORE_CHARACTERS = 20, 400_000
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What a comparison needs of the command line and the source; `train_file` and `held_out` are temporary files."""
-
-    source: Source
-    common: dict[str, Any]
-    direction: str
-    tokens: int | None
-    folder: Path
-    train_file: Path
-    held_out: Path | None
+DEFAULT_TOKENS, HELD_OUT_TOKENS = "50k", 8192
+CHARACTERS, MORE_CHARACTERS = 20, 400_000  # that are read of a file per token that is trained on, and these more
 
 
 def compare_mechanisms(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The content of comparison.json."""
+    """The content of comparison.json.
+
+    Raises:
+        UsageError: for a model that is converted already, or for which `evaluate` has no figures.
+    """
     source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
     config = stock_config(source, arguments.trust_remote_code)
     if hasattr(config, "linear_attention"):
         raise UsageError(f"{source.name} is converted already; give the original, with softmax attention")
-    direction = direction_of(config)
-    names = (arguments.mechanisms or ",".join(COMPARED[direction])).replace(" ", "").split(",")
-    tokens = None
-    if arguments.train_file is not None:
-        tokens = parse_tokens(arguments.tokens) if arguments.tokens is not None else DEFAULT_TOKENS
-    names_of_common = ("model_name_or_path", "trust_remote_code", "allow_pickle")
-    common = {name: getattr(arguments, name) for name in names_of_common}
-    with tempfile.TemporaryDirectory(prefix="hf-linear-attention-compare-") as name:
-        files = _text_files(arguments.train_file, tokens, Path(name))
-        comparison = Comparison(source, common, direction, tokens, Path(name), *files)
-        rows = [compared(comparison, mechanism) for mechanism in dict.fromkeys(names)]
+    task = head_of_config(config.to_dict()).task
+    if task not in MEASURED_TASKS:
+        raise UsageError(f"{source.name}: there are figures for {', '.join(MEASURED_TASKS)}, and its task is {task}")
+    names = arguments.mechanisms.replace(" ", "").split(",") if arguments.mechanisms else COMPARED[direction_of(config)]
+    tokens = None if arguments.train_file is None else parse_tokens(arguments.tokens or DEFAULT_TOKENS)
+    with tempfile.TemporaryDirectory(prefix="hf-linear-attention-compare-") as folder:
+        data = EvaluationArguments(
+            model_name_or_path=source.name,
+            validation_file=str(Path(folder, "held_out.jsonl")),
+            train_file=str(Path(folder, "train.jsonl")),
+            max_eval_tokens=HELD_OUT_TOKENS,
+            max_eval_length=MOST_TOKENS,
+            controls="none",
+            trust_remote_code=arguments.trust_remote_code,
+            allow_pickle=arguments.allow_pickle,
+        )
+        for path, texts in zip((data.train_file, data.validation_file), _texts(arguments.train_file, tokens, task)):
+            Path(str(path)).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        rows = [compared(source, task, name, tokens, data, Path(folder)) for name in dict.fromkeys(names)]
     content = {
         "base_model": source.name,
-        "model_type": config.model_type,
+        "measure": MEASURES[task][0],
         "max_length": max_length_of(config),
         "tokens": tokens,
-        "threads": torch.get_num_threads(),
-        "train_file": None if arguments.train_file is None else Path(arguments.train_file).name,
+        "text": "the built-in sentences" if tokens is None else f"the last tenth of {Path(arguments.train_file).name}",
         "mechanisms": rows,
     }
     return {**content, "recommendation": recommendation(content)}
 
 
-def _text_files(path: str | None, tokens: int | None, folder: Path) -> tuple[Path, Path | None]:
-    """A file to train on and one of held-out text; the built-in sentences, on which nothing is trained, without a path.
-
-    Of the texts of a file the last tenth is held out, or of a single text its last tenth.
-    """
-    train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
+def _texts(path: str | None, tokens: int | None, task: str) -> tuple[Sequence[str], Sequence[str]]:
+    """Texts to train on, and the last tenth, which is held out; both are the built-in sentences without a file."""
     if path is None or tokens is None:
-        _write_texts(train, TEXTS * REPEATED)
-        return train, None
-    from hf_linear_attention.training.data.rows import load_rows  # imports `datasets`
-
+        texts: Sequence[str] = TEXTS if task == "embedding" else [" ".join(TEXTS)]
+        return texts, texts
     rows: Any = load_rows(data_recipe("", "embedding", train_file=path).data, "train")
-    texts, count, most = [], 0, CHARACTERS * tokens + MORE_CHARACTERS
+    texts, rest = [], CHARACTERS * tokens + MORE_CHARACTERS
     for text in texts_of(rows, f"`--train_file` = {path!r}"):
-        if count < most:
-            texts.append(text[: most - count])
-            count += len(texts[-1])
-    if count < 100:
+        if rest > 0:
+            texts.append(text[:rest])
+            rest -= len(text)
+    if (count := sum(map(len, texts))) < 100:
         raise UsageError(f"`--train_file` = {path!r} contains {count} characters of text; give a longer file")
     if len(texts) == 1:
         cut = len(texts[0]) * 9 // 10
         texts = [texts[0][:cut], texts[0][cut:]]
     last = max(1, len(texts) // 10)
-    _write_texts(train, texts[:-last])
-    _write_texts(held_out, texts[-last:])
-    return train, held_out
+    return texts[:-last], texts[-last:]
 
 
-def _write_texts(path: Path, texts: Sequence[str]) -> None:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+def compared(
+    source: Source, task: str, mechanism: str, tokens: int | None, data: EvaluationArguments, folder: Path
+) -> dict[str, Any]:
+    """The row of one mechanism in comparison.json; only `mechanism` and `refused` if the model does not support it.
 
-
-def compared(comparison: Comparison, mechanism: str) -> dict[str, Any]:
-    """The row of one mechanism in comparison.json; only `mechanism` and `refused` if the model does not support it."""
-    row: dict[str, Any] = {
-        "mechanism": mechanism,
-        "refused": None,
-        "preset": preset_for(mechanism, comparison.direction),
-    }
-    attention = {**comparison.common, "attention": mechanism}
-    preset = {**attention, "preset": row["preset"], "train_file": comparison.train_file}
+    Args:
+        tokens: how many to train on; None for no training.
+        data: the files to train on and to measure on.
+        folder: where the converted models are written.
+    """
+    preset = preset_for(mechanism, direction_of(stock_config(source, data.trust_remote_code)))
+    options = {"model_name_or_path": data.model_name_or_path, "trust_remote_code": data.trust_remote_code}
+    options |= {"allow_pickle": data.allow_pickle, "attention": mechanism, "preset": preset, "no_verify": True}
+    options |= {"train_file": data.train_file, "output_dir": folder / mechanism}
     try:
-        conversion, row["not_trained"] = prepare(request_of({**preset, "dry_run": True})), None
+        conversion = prepare(request_of(options if tokens is None else {**options, "tokens": tokens}))
     except UsageError as error:
-        try:
-            conversion, row["not_trained"] = prepare(request_of({**attention, "dry_run": True})), str(error)
-        except UsageError as refusal:
-            return {"mechanism": mechanism, "refused": str(refusal)}
+        return {"mechanism": mechanism, "refused": str(error)}
     logger.info("measuring %s", mechanism)
-    teacher = _stock_model(conversion)
-    model = load_converted(conversion)
-    calibrated(conversion, model)
-    batches = _batches(conversion, comparison)
-    row["settings"] = conversion.plan.settings
-    row |= distance(model, teacher, batches) if batches else {"measure": None, "before": None}
-    row |= _costs(conversion, model)
-    if row["not_trained"] is None:
-        options = {**preset, "no_verify": True, "output_dir": comparison.folder / mechanism}
-        row |= _trained(comparison, options, teacher, batches)
-    return row
+    untrained = folder / f"{mechanism}-untrained"
+    run(replace(conversion, output_dir=untrained, training=None))
+    quality = measure(untrained, source, task, data)
+    figure, plan = MEASURES[task][0], conversion.plan
+    row = {"mechanism": mechanism, "refused": None, "preset": preset, "settings": plan.settings}
+    row |= {"state_bytes": plan.state_bytes, "untrained": quality[figure], "trained": None, "minutes": None}
+    if tokens is not None:
+        row["minutes"] = _train(conversion, prepare(request_of(options)))
+        row["trained"] = measure(folder / mechanism, source, task, data)[figure]
+    curve = ((quality["speed"] or {}).get("model") or {}).get("reading", [])
+    return {**row, "reading": curve, "faster_from": first_faster(curve)}
 
 
 def preset_for(mechanism: str, direction: str) -> str:
@@ -176,211 +147,53 @@ def preset_for(mechanism: str, direction: str) -> str:
     return "default"
 
 
-def _stock_model(conversion: Conversion) -> PreTrainedModel:
-    source = conversion.source
-    model: Any = conversion.plan.stock_class.from_pretrained(source.loadable, use_safetensors=not source.is_pickled)
-    return model.float().eval()
-
-
-def _batches(conversion: Conversion, comparison: Comparison) -> list[dict[str, torch.Tensor]]:
-    """Inputs that are not trained on; none for a model that reads no text."""
-    if conversion.plan.stock_class.main_input_name != "input_ids":
-        return []
-    path = None if comparison.held_out is None else str(comparison.held_out)
-    inputs = real_inputs(conversion.source, conversion.plan, path)
-    if inputs is None or path is not None:
-        return [] if inputs is None else inputs.batches(HELD_OUT_TOKENS)
-    ids = [batch["input_ids"] for batch in inputs.batches(HELD_OUT_TOKENS)]  # the built-in sentences, as one text
-    text = torch.cat(ids, dim=1)[:, : min(MOST_TOKENS, max_length_of(conversion.plan.config) or MOST_TOKENS)]
-    decoder = {"decoder_input_ids": text} if conversion.plan.config.is_encoder_decoder else {}
-    return [{"input_ids": text, **decoder}]
-
-
-@torch.no_grad()
-def distance(
-    student: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[dict[str, torch.Tensor]]
-) -> dict[str, Any]:
-    """`measure` and `before`: KL(original || student) in nats per token, or the cosine of mean-pooled embeddings.
-
-    The original's output is that of the stock model; both models are in float32.
-    """
-    total, count, measure = 0.0, 0, "cosine"
-    pair = [ByRow(model) for model in (student.float().eval(), teacher)]
-    for batch in progress(batches, "measuring"):
-        batch = {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}
-        mask = batch["attention_mask"]
-        (student_output, mine), (teacher_output, yours) = (_outputs(by_row, batch) for by_row in pair)
-        if mine is None or yours is None:
-            outputs = (student_output, teacher_output)
-            a, b = (mean_pooled(output.last_hidden_state.float(), mask) for output in outputs)
-            found = F.cosine_similarity(a, b, dim=-1)
-        else:
-            measure, rows = "kl", mine.all()
-            rows = rows[mask.flatten().bool()] if len(rows) == mask.numel() else rows
-            found = _divergences(mine, yours, rows)
-        total, count = total + found.double().sum().item(), count + found.numel()
-    return {"measure": measure, "before": total / max(count, 1)}
-
-
-def _outputs(by_row: ByRow, batch: dict[str, torch.Tensor]) -> tuple[Any, Rows | None]:
-    return by_row.outputs(batch, call=lambda: by_row.model(**batch))
-
-
-def _divergences(mine: Rows, yours: Rows, rows: torch.Tensor) -> torch.Tensor:
-    return mine.read(rows, lambda logits, part: divergence(logits, yours(part)))
-
-
-def _costs(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]:
-    """The bytes of the state, and the time of one layer."""
-    layers = conversion.plan.layers
-    dtype = next(conversion.source.read(name).dtype for name in conversion.source.tensors)
-    return {
-        **model_speed(model, dtype if dtype.is_floating_point else torch.float32),
-        "state_bytes": conversion.plan.state_bytes,
-        "cache_bytes_per_token": sum(layer.cache_bytes_per_token for layer in layers),
-    }
-
-
-def _trained(
-    comparison: Comparison,
-    options: dict[str, Any],
-    teacher: PreTrainedModel,
-    batches: Sequence[dict[str, torch.Tensor]],
-) -> dict[str, Any]:
-    """The distance `after` the training, if tokens were asked for, and the `minutes` that the whole preset would take.
-
-    Args:
-        comparison: what is compared.
-        options: those of a conversion with a preset.
-        teacher: the original.
-        batches: the inputs on which the distance is measured.
-    """
-    if comparison.tokens is None and importlib.util.find_spec("datasets") is None:  # the extra `train` is not installed
-        return {}
-    after, stages = None, []
-    if comparison.tokens is not None:
-        conversion = prepare(request_of({**options, "tokens": comparison.tokens}))
-        stages = _run(conversion)
-        if batches:
-            model: Any = conversion.plan.linear_class.from_pretrained(conversion.output_dir)
-            after = distance(model, teacher, batches)["before"]
-    if not stages or min(len(curve.get("points", ())) for _, curve in stages) < TIMED_STEPS:
-        conversion = prepare(request_of({**options, "overwrite": True}))
-        stages = _run(conversion, max_train_steps=TIMED_STEPS)
-    tokens = conversion.training.preset.tokens if conversion.training is not None else 0
-    seconds = [tokens * share / curve["per_second"] for share, curve in stages if curve.get("per_second")]
-    minutes = sum(seconds) / 60 if len(seconds) == len(stages) else None
-    return {"after": after, "minutes": minutes, "preset_tokens": tokens}
-
-
-def _run(conversion: Conversion, **changes: Any) -> list[tuple[float, dict[str, Any]]]:
-    """Convert and train, with `changes` of the options of training; each stage's share, and its curve of losses."""
-    from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
-
+def _train(conversion: Conversion, whole: Conversion) -> float | None:
+    """Convert and train; returns the minutes that the `whole` preset would take at this speed, None if not known."""
     training: Any = conversion.training
-    training = replace(training, given={**training.given, "logging_steps": 1, **changes})
-    run_training(conversion, training)
-    runs = json.loads((training.output_dir / HISTORY).read_text(encoding="utf-8"))["runs"]
+    run_training(conversion, replace(training, given={**training.given, "logging_steps": 1}))
+    tokens = whole.training.preset.tokens if whole.training is not None else 0
     stages = stages_of(training.preset, training.given["task"])
-    return [(stage.share, run["loss"]) for stage, run in zip(stages, runs, strict=True)]
+    runs = training_history(str(training.output_dir))
+    speeds = [(stage.share, run_["loss"].get("per_second")) for stage, run_ in zip(stages, runs, strict=True)]
+    is_known = all(speed for _, speed in speeds)
+    return sum(tokens * share / speed for share, speed in speeds) / 60 if is_known else None
 
 
-# ---- The table, the recommendation and the page
-
-
-def supported(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rows of the mechanisms that the model supports."""
-    return [row for row in content["mechanisms"] if row["refused"] is None]
-
-
-def table_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The `header` and `rows` of the mechanisms that the model supports."""
-    rows = []
-    for row in supported(content):
-        minutes, figures = row.get("minutes"), (row["before"], row.get("after"))
-        cells = [
-            *("-" if figure is None else f"{figure:.4f}" for figure in figures),
-            speed_text(row, content["max_length"]),
-            "-" if row["state_bytes"] is None else bytes_text(row["state_bytes"]),
-            "-" if minutes is None else f"{minutes:,.1f} min for {row['preset_tokens']:,} tokens",
-        ]
-        rows.append([row["mechanism"], *cells])
-    return {"header": HEADER, "rows": rows}
-
-
-def speed_text(row: Mapping[str, Any], max_length: int | None) -> str:
-    """From which length the mechanism is faster here, against the longest input of the model."""
-    faster, curve = row["faster_from"], row["curve"]
-    if not curve:
+def _speed_text(row: Mapping[str, Any], max_length: int | None) -> str:
+    """From which length the model is faster here than its original, against the longest input of the model."""
+    if not row["reading"]:
         return "-"
-    if faster is None:
-        longest = curve[-1]["length"]
-        if max_length is not None and max_length <= longest:
-            return f"never within its {max_length:,} positions"
-        return f"not up to {longest:,} tokens"
-    if max_length is not None and faster > max_length:
-        return f"never within its {max_length:,} positions ({faster:,} tokens)"
-    return f"{faster:,} tokens"
+    faster, longest = row["faster_from"], row["reading"][-1]["length"]
+    if max_length is not None and (max_length <= longest if faster is None else faster > max_length):
+        return f"never within its {max_length:,} positions"
+    return f"not up to {longest:,} tokens" if faster is None else f"{faster:,} tokens"
 
 
 def recommendation(content: Mapping[str, Any]) -> str:
     """One sentence: the mechanism nearest to the original, after the training if there was one, and what it costs."""
-    rows = supported(content)
-    when = "after" if any(row.get("after") is not None for row in rows) else "before"
-    known = [row for row in rows if row.get(when) is not None]
-    if not known:
-        return "There is nothing to recommend: no mechanism could be measured on text."
-    ranked = sorted(known, key=lambda row: row[when] if row["measure"] == "kl" else -row[when])
-    best = ranked[0]
-    name = "KL" if best["measure"] == "kl" else "cosine"
-    trained = f"after {content['tokens']:,} tokens" if when == "after" else "without training"
-    others = "".join(f", `{row['mechanism']}` {row[when]:.3g}" for row in ranked[1:3])
-    faster = speed_text(best, content["max_length"])
-    speed = "it is faster than softmax here from " + faster if faster[0].isdigit() else f"faster here {faster}"
-    cost = best.get("minutes")
-    minutes = "" if cost is None else f"; its whole preset takes about {cost:,.1f} minutes here"
-    found = f"{name} {best[when]:.3g}{others}"
-    return f"Take `{best['mechanism']}`: {trained} it is nearest to the original ({found}); {speed}{minutes}."
+    when, name = "untrained" if content["tokens"] is None else "trained", content["measure"]
+    rows = [row for row in content["mechanisms"] if row["refused"] is None and row[when] is not None]
+    if not rows:
+        return "There is nothing to recommend: no mechanism could be measured."
+    best, *others = sorted(rows, key=lambda row: row[when] if name == "kl" else -row[when])
+    figures = "".join(f", `{row['mechanism']}` {row[when]:.3g}" for row in others[:2])
+    trained = "without training" if content["tokens"] is None else f"after {content['tokens']:,} tokens"
+    near = f"{trained} it is nearest to the original ({name} {best[when]:.3g}{figures})"
+    return f"Take `{best['mechanism']}`: {near}; faster here: {_speed_text(best, content['max_length'])}."
 
 
 def describe_comparison(content: Mapping[str, Any]) -> str:
-    """The comparison for the terminal."""
-    return "\n".join(
-        [*_notes(content), "", *aligned(table_of(content)), "", *_refusals(content), content["recommendation"]]
-    )
-
-
-def _notes(content: Mapping[str, Any]) -> list[str]:
-    """What was measured, and on what."""
-    rows, name = supported(content), Path(content["base_model"]).name
-    if not rows:
-        return [name]
-    measure = next((MEASURES[row["measure"]] for row in rows if row["measure"]), "no text could be read")
-    file = content["train_file"]
-    text = "the built-in sentences as one text" if file is None else f"the last tenth of {file}"
-    tokens = "" if content["tokens"] is None else f", trained on {content['tokens']:,} tokens"
-    return [
-        f"{name}: {measure}, on {text}{tokens}.",
-        f"Speed: {speed_conditions({**rows[0], 'threads': content['threads']})}, measured now.",
-    ]
-
-
-def _refusals(content: Mapping[str, Any]) -> list[str]:
+    """The comparison for the terminal: a table, what was refused, and the recommendation."""
+    table = [HEADER]
+    for row in content["mechanisms"]:
+        if row["refused"] is None:
+            figures = ["-" if row[when] is None else f"{row[when]:.4f}" for when in HEADER[1:3]]
+            state = "-" if row["state_bytes"] is None else f"{row['state_bytes']:,} bytes"
+            minutes = "-" if row["minutes"] is None else f"{row['minutes']:,.1f} min"
+            table.append([row["mechanism"], *figures, _speed_text(row, content["max_length"]), state, minutes])
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
     refused = [f"`{row['mechanism']}` is refused: {row['refused']}" for row in content["mechanisms"] if row["refused"]]
-    rows = [row for row in supported(content) if row["not_trained"]]
-    return [*refused, *(f"`{row['mechanism']}` is not trained: {row['not_trained']}" for row in rows)]
-
-
-def comparison_page(content: Mapping[str, Any]) -> str:
-    """report.html of a comparison."""
-    rows, notes = supported(content), [*_notes(content), *_refusals(content)]
-    parts = [Section("One row per mechanism", tables=[table_of(content)], notes=notes)] if rows else []
-    if (chart := speed_chart({row["mechanism"]: row["curve"] for row in rows}, content["max_length"])) is not None:
-        parts.append(Section("Speed here", figures=[chart]))
-    if kept := [row for row in rows if row["state_bytes"]]:
-        texts = [f"{row['mechanism']}: {memory_text(row['cache_bytes_per_token'], row['state_bytes'])}" for row in kept]
-        parts.append(Section("Memory", texts))
-    footer = [f"All figures are in {COMPARISON}; this page loads nothing and runs no script."]
-    title, _, reason = content["recommendation"].replace("`", "").partition(": ")
-    lead = [f"{reason[:1].upper()}{reason[1:]}", *([] if rows else notes)]
-    return rendered(Path(content["base_model"]).name, title, lead, [], parts, footer)
+    words = next(words for name, words in MEASURES.values() if name == content["measure"])
+    title = f"{Path(content['base_model']).name}: {words}, on {content['text']}."
+    return "\n".join([title, "", *lines, "", *refused, content["recommendation"]])

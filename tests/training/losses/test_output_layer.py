@@ -34,7 +34,6 @@ from transformers import (
 )
 
 from hf_linear_attention import convert
-from hf_linear_attention.conversion.comparison import distance
 from hf_linear_attention.conversion.softmax_choice import rank_layers
 from hf_linear_attention.conversion.verification import compare_outputs
 from hf_linear_attention.training.data.packing import StreamWindows
@@ -271,7 +270,6 @@ WORK = {
         teacher, batch["input_ids"][:, :32], batch["input_ids"][:, 32:]
     ),
     "verification": lambda student, teacher, batch: compare_outputs(student, None),
-    "comparison": lambda student, teacher, batch: distance(student, teacher, [{"input_ids": batch["input_ids"]}]),
     "layers": lambda student, teacher, batch: rank_layers(student, teacher, [batch]),
 }
 
