@@ -122,18 +122,3 @@ def transformers_delta(name: str) -> Call:
     with torch_code(modeling_qwen3_next):
         rule = getattr(modeling_qwen3_next, name)
     return lambda *tensors, state=None: rule(*tensors, initial_state=state, output_final_state=True)
-
-
-def stock_layers() -> dict[str, torch.nn.Module]:
-    """The linear layer of Qwen3-Next, whose decay is by head, and that of Kimi Linear, with one by feature."""
-    from transformers import KimiLinearConfig, Qwen3NextConfig
-    from transformers.models.kimi_linear import modeling_kimi_linear
-    from transformers.models.qwen3_next import modeling_qwen3_next
-
-    heads = {"linear_num_key_heads": DELTA_HEADS, "linear_num_value_heads": DELTA_HEADS}
-    qwen = Qwen3NextConfig(hidden_size=1024, **heads)
-    kimi = KimiLinearConfig(hidden_size=1024, linear_num_heads=DELTA_HEADS, linear_head_dim=DELTA_DIM)
-    return {
-        "Qwen3-Next": modeling_qwen3_next.Qwen3NextGatedDeltaNet(qwen, 0),
-        "Kimi Linear": modeling_kimi_linear.KimiLinearDeltaAttention(kimi, 0),
-    }

@@ -12,10 +12,8 @@ Attention alone has 12 heads of 64 and a batch of 1, the gated delta rule 16 hea
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,7 +35,6 @@ from benchmarks.models import (
     variants,
     without_attention,
 )
-from hf_linear_attention import accelerate_stock_models
 from hf_linear_attention.default_settings import DEFAULTS
 
 
@@ -83,7 +80,7 @@ def measure(comparison: Comparison, rounds: int, seconds: float) -> tuple[Table,
     return table([comparison.title, *found], rows), milliseconds
 
 
-SDPA, TRANSFORMERS, STOCK = "sdpa", "transformers", "stock layer"
+SDPA, TRANSFORMERS = "sdpa", "transformers"
 COPY, LEFT_OUT = f"{SOFTMAX}, a copy", "default, attention left out"
 ENCODERS: dict[str, dict[str, Any]] = {
     "window 128 + 1 (default)": DEFAULTS["bidirectional"],
@@ -140,20 +137,6 @@ def delta(rule: str, length: int, with_backward: bool = False) -> Methods:
     return {name: partial(rivals.attend, call, tensors, gradient) for name, call in outputs.items()}
 
 
-def stock_layer(name: str, length: int, with_backward: bool) -> Methods:
-    """A linear layer of transformers, hidden size 1,024, with and without `accelerate_stock_models`."""
-    layer = rivals.stock_layers()[name]
-    hidden_states = torch.randn(1, length, 1024, requires_grad=with_backward)
-
-    def run(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-        with torch.set_grad_enabled(with_backward), rivals.torch_code(sys.modules[type(layer).__module__]), context():
-            output = layer(hidden_states)
-            if with_backward:
-                output.sum().backward()
-
-    return {STOCK: partial(run, contextlib.nullcontext), "accelerated": partial(run, accelerate_stock_models)}
-
-
 def whole(
     call_of: Callable[[Any, int], Any], name: str, settings: dict[str, Any], length: int, controls: bool = False
 ) -> Methods:
@@ -202,11 +185,6 @@ def tables_of_attention(size: Callable[[int], int]) -> dict[str, Comparison]:
     encoders, decoders = partial(alone, ENCODERS, False), partial(alone, DECODERS, True)
     chunks, one = partial(delta, "torch_chunk_gated_delta_rule"), partial(delta, "torch_recurrent_gated_delta_rule")
     backward = {"label": "with backward, ", "with_backward": True}
-    layers = {
-        f"{name}, {mode}": partial(stock_layer, name, size(1024), mode != "forward")
-        for name in ("Qwen3-Next", "Kimi Linear")
-        for mode in ("forward", "with backward")
-    }
     return {
         "encoders": Comparison(
             "attention of encoders, tokens",
@@ -227,7 +205,6 @@ def tables_of_attention(size: Callable[[int], int]) -> dict[str, Comparison]:
             | by_length([size(256), size(1024)], chunks, **backward)
             | {"a step": partial(one, 1)},
         ),
-        "stock_layers": Comparison(f"layers, {size(1024):,} tokens", STOCK, layers),
     }
 
 

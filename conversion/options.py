@@ -184,8 +184,7 @@ class ConversionArguments(MeasuringArguments):
         group="attention",
     )
     dtype: str = option(
-        "the dtype of the weights written; auto keeps that of the checkpoint. A cast needs disk space for twice the "
-        "size of the result",
+        "the dtype of the weights written; auto keeps that of the checkpoint",
         "auto",
         DTYPES,
         group="result",

@@ -24,7 +24,7 @@ from hf_linear_attention._common.model_card import REPORT, source_metadata, writ
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
-from hf_linear_attention.conversion.export.stock import finish_stock, refuse
+from hf_linear_attention.conversion.export.qwen3_5 import finish_stock, refuse
 from hf_linear_attention.conversion.options import DEFAULT, ConversionArguments, Request
 from hf_linear_attention.conversion.output_folder import (
     check_hub_name,
@@ -53,7 +53,7 @@ from hf_linear_attention.conversion.softmax_choice import (
     with_listed,
     with_softmax_layers,
 )
-from hf_linear_attention.conversion.source import Source, cast_weights, open_source
+from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import verify
 from hf_linear_attention.conversion_api import with_defaults
 from hf_linear_attention.mechanisms.registry import MECHANISMS
@@ -126,7 +126,7 @@ def _check_form(arguments: ConversionArguments, plan: Plan) -> None:
     if plan.stock_form is not None:
         is_open = count_of(arguments.softmax_layers) is not None  # any layer may be chosen
         dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-        refuse("--form", plan.stock_form, plan.config, kept=range(plan.num_layers) if is_open else None, dtype=dtype)
+        refuse("--form", plan.config, kept=range(plan.num_layers) if is_open else None, dtype=dtype)
 
 
 def _note_unused_drop(plan: Plan) -> None:
@@ -222,7 +222,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
     arguments, plan = conversion.request.arguments, conversion.plan
     with staging(conversion.output_dir, replaces=arguments.overwrite) as folder:
         logger.info("loading %s", conversion.source.name)
-        model = load_converted(conversion, folder)
+        model = load_converted(conversion)
         measured: dict[str, Any] = {"calibration": calibrated(conversion, model)}
         # With a preset, layers are ranked before its last stage.
         if conversion.training is None and count_of(arguments.softmax_layers) is not None:
@@ -254,7 +254,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
         write_recipe(folder, conversion.request, conversion.plan, conversion.training)
         facts = {"base_model": conversion.source.name, "settings": plan.settings}
         if plan.stock_form is not None and conversion.training is None:
-            report |= finish_stock(folder, plan.stock_form)
+            report |= finish_stock(folder)
         with not_essential("the model card"):  # its title is the final name
             write_model_card(folder, facts, name=conversion.name)
         with not_essential("the page"):
@@ -287,24 +287,18 @@ def calibrated(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]
     return {"inputs": inputs.name, "tokens": tokens}
 
 
-def load_converted(conversion: Conversion, scratch: Path | None = None) -> PreTrainedModel:
-    """The converted model with the source's weights; weights that the source lacks are initialised from the seed.
-
-    Args:
-        scratch: an existing folder for the temporary files of a cast; without one, weights are cast in memory.
-    """
+def load_converted(conversion: Conversion) -> PreTrainedModel:
+    """The converted model with the source's weights; weights that the source lacks are initialised from the seed."""
     arguments, plan, source = conversion.request.arguments, conversion.plan, conversion.source
-    in_memory = contextlib.nullcontext(source.folder)
-    with in_memory if scratch is None else cast_weights(source, plan, arguments.dtype, scratch) as folder:
-        torch.manual_seed(arguments.seed or 0)
-        with reading(source.weights[0]):
-            loaded: Any = plan.linear_class.from_pretrained(
-                folder,
-                config=plan.config,
-                dtype=arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype),
-                use_safetensors=not source.is_pickled or folder != source.folder,
-                output_loading_info=True,
-            )
+    torch.manual_seed(arguments.seed or 0)
+    with reading(source.weights[0]):
+        loaded: Any = plan.linear_class.from_pretrained(
+            source.folder,
+            config=plan.config,
+            dtype=arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype),
+            use_safetensors=not source.is_pickled,
+            output_loading_info=True,
+        )
     model, loading = loaded
     plan.confirm(set(loading["missing_keys"]))
     if not arguments.allow_missing:

@@ -23,7 +23,7 @@ from hf_linear_attention._common.logs import to_stderr
 from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value, training_history
 from hf_linear_attention._common.options import OnResume
 from hf_linear_attention._common.reading import read_json
-from hf_linear_attention.conversion.export.stock import finish_stock
+from hf_linear_attention.conversion.export.qwen3_5 import finish_stock
 from hf_linear_attention.conversion.options import CONVERSION_FACTS
 from hf_linear_attention.conversion.output_folder import share_permissions
 from hf_linear_attention.conversion.pipeline import Conversion, run
@@ -163,7 +163,7 @@ def _finish(conversion: Conversion, training: Training) -> None:
             quality = measure(folder, conversion.source, task, arguments, control if control.is_dir() else None)
         write_recipe(folder, conversion.request, conversion.plan, training)
         if conversion.plan.stock_form is not None:
-            finish_stock(folder, conversion.plan.stock_form)
+            finish_stock(folder)
         record(folder, conversion.source, quality, conversion.name)
 
 

@@ -24,7 +24,6 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "LinearAttentionSettings": "configuration_linear_attention",
-    "accelerate_stock_models": "stock_models",
     "calibrate": "conversion_api",
     "convert": "conversion_api",
     "convert_and_heal": "conversion.convert_and_heal",
@@ -40,7 +39,6 @@ _LAZY = {
 }
 __all__ = [
     "LinearAttentionSettings",
-    "accelerate_stock_models",
     "calibrate",
     "convert",
     "convert_and_heal",

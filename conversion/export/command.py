@@ -27,8 +27,8 @@ from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 
 
 PACKAGE = "hf_linear_attention.conversion.export"
-# The modules of this folder that write each form: `write(request)` returns the text to print.
-TARGETS = {"qwen3_5": "stock", "onnx": "onnx"}
+# The modules of this folder: `write(request)` of each writes a form, and returns the text to print.
+TARGETS = ("qwen3_5", "onnx")
 OPSETS = ("microsoft", "plain")
 
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(words: Sequence[str]) -> None:
     request = parse(words)
     with to_stderr("hf_linear_attention.conversion"), quiet_transformers():
-        text = importlib.import_module(f"{PACKAGE}.{TARGETS[request.target]}").write(request)
+        text = importlib.import_module(f"{PACKAGE}.{request.target}").write(request)
     sys.stdout.write(f"{text}\n")
 
 

@@ -7,15 +7,26 @@ Qwen3.5 becomes a constant: its input is made so small that only the epsilon of 
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
+from hf_linear_attention._common.command_line import not_essential
+from hf_linear_attention._common.errors import ConversionError, UsageError
+from hf_linear_attention._common.folders import saving, staging
+from hf_linear_attention._common.model_card import REPORT, training_facts, training_history, write_model_card
+from hf_linear_attention._common.reading import read_json, reading
 from hf_linear_attention.configuration_linear_attention import entries_of
-from hf_linear_attention.conversion.export import decoders
+from hf_linear_attention.conversion.export.command import ExportRequest
+from hf_linear_attention.conversion.output_folder import TOKENIZER_FILES, share_permissions
+from hf_linear_attention.layer_ranges import ranges_of
 from hf_linear_attention.mechanisms.options import QWEN3_5
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
@@ -26,10 +37,170 @@ ENGINES = (
     "vLLM on a CPU computes it in bfloat16, with heads of 64 or 128; MLX wants softmax layers at equal distances, and "
     "llama.cpp no biases in them."
 )
+# The settings that mean the same in these decoders and in Qwen3.5.
+SAME = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act", "max_position_embeddings",
+    "initializer_range", "rms_norm_eps", "tie_word_embeddings", "attention_dropout", "pad_token_id", "bos_token_id",
+    "eos_token_id", "rope_parameters", "use_cache",
+)  # fmt: skip
 # A power of 2, so that no digit is lost: queries of 100 become 2e-8, whose square is 1e-9 of the epsilon.
 SMALL = 2.0**-32
 # What begins the names of the matrices of a layer that read its hidden states.
 READ_HIDDEN = ("in_proj", "q_proj.weight", "k_proj.weight", "v_proj.weight")
+# The largest difference of two logits, as a share of their standard deviation: a few times what float32 rounds in the
+# sums of another order that two ways to compute the same model take (1.5e-5 was measured in models of three layers).
+TOLERANCE = 1e-4
+# More than the chunks of 64 or 256 tokens in which stock layers compute; a prompt of a few; and what follows it.
+TOKENS, PROMPT, NEW_TOKENS = 300, 16, 40
+BESIDE = (*TOKENIZER_FILES, "generation_config.json", "conversion_report.json", "training_report.json", "recipe.yaml")
+
+
+def write(request: ExportRequest) -> str:
+    """Write the stock checkpoint that the request asks for, and return the text to print.
+
+    Raises:
+        UsageError: naming the options of the conversion that the architecture cannot hold.
+        ConversionError: if the result computes something else.
+    """
+    with reading(f"{request.folder} (config.json and weights)"):
+        refuse("--to", AutoConfig.from_pretrained(request.folder))
+    with staging(request.output_dir, replaces=request.overwrite) as folder:
+        for name in BESIDE:
+            if (request.folder / name).is_file():
+                shutil.copyfile(request.folder / name, folder / name)
+        found = write_stock(request.folder, folder)
+        with not_essential("the model card"):
+            write_card(request, folder, found)
+    return (
+        f"{request.output_dir} is a {found['architecture']}, which needs no code of this package. Its logits, of "
+        f"{TOKENS} tokens at once and of a greedy text of {NEW_TOKENS}, differ by at most {found['difference']:.1e} of "
+        "their standard deviation."
+    )
+
+
+def write_card(request: ExportRequest, folder: Path, found: Mapping[str, Any]) -> None:
+    """Write the README.md of the stock checkpoint in `folder`, with what is known of the converted model."""
+    facts = {
+        "base_model": request.folder.name,
+        "settings": AutoConfig.from_pretrained(request.folder).linear_attention,
+        **training_facts(training_history(str(request.folder))),
+        "stock": found,
+    }
+    write_model_card(folder, facts, name=request.output_dir.name)
+
+
+def finish_stock(folder: Path) -> dict[str, Any]:
+    """Write the stock checkpoint in place of the converted model in a folder; returns what is new in its report.
+
+    Raises:
+        ConversionError: if the result would compute something else; the folder has not changed then.
+    """
+    with staging(folder / QWEN3_5) as written:
+        found = write_stock(folder, written)
+    for path in (*folder.glob("*.safetensors*"), *folder.glob("*_linear_attention.py")):
+        path.unlink()
+    for path in (folder / QWEN3_5).iterdir():
+        path.replace(folder / path.name)
+    (folder / QWEN3_5).rmdir()
+    report = {**read_json(folder / REPORT), "stock": found}
+    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return {"stock": found}
+
+
+def write_stock(source: Path, folder: Path) -> dict[str, Any]:
+    """Write the weights and the config of the stock model that computes what the converted model in `source` does.
+
+    Returns:
+        `architecture`; `difference`, the largest of two logits as a share of their standard deviation; and `engines`, a
+        sentence about what loads it.
+
+    Raises:
+        ConversionError: if the result computes something else.
+    """
+    with reading(f"{source} (config.json and weights)"):
+        dtype = AutoConfig.from_pretrained(source).dtype or torch.float32
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    stock, difference = stock_model(model, dtype)
+    with saving(folder):
+        stock.save_pretrained(folder)
+    share_permissions(folder)
+    return {"architecture": type(stock).__name__, "difference": difference, "engines": ENGINES}
+
+
+def refuse(option: str, config: object, **later: Any) -> None:
+    """Refuse a converted model that the architecture cannot hold.
+
+    Args:
+        option: what asks for the architecture.
+        config: of the model.
+        **later: what will still change, see `obstacles`.
+
+    Raises:
+        UsageError: with every reason.
+    """
+    if not hasattr(config, "linear_attention"):
+        raise UsageError(f"`{option} {QWEN3_5}` takes a converted model, and this one is none; convert it first")
+    if problems := obstacles(config, **later):
+        raise UsageError(*(f"`{option} {QWEN3_5}`: {problem}" for problem in problems))
+
+
+def stock_model(model: PreTrainedModel, dtype: torch.dtype) -> tuple[PreTrainedModel, float]:
+    """The stock model that computes the same, in this dtype, and the largest difference of their logits in float32.
+
+    Raises:
+        ConversionError: if it computes something else.
+    """
+    stock = rewritten(model.eval(), dtype).eval()
+    stock.generation_config = model.generation_config
+    difference = largest_difference(model, stock)
+    if not difference <= TOLERANCE:
+        raise ConversionError(
+            f"{type(stock).__name__} does not compute what the converted model computes: the largest difference of two "
+            f"logits is {difference:.1e} of their standard deviation, and {TOLERANCE} is allowed; nothing was written"
+        )
+    return stock.to(dtype), difference
+
+
+@torch.no_grad()
+def largest_difference(model: PreTrainedModel, stock: PreTrainedModel) -> float:
+    """The largest difference of two logits as a share of their standard deviation.
+
+    They are those of `TOKENS` random tokens at once, and of the steps of a greedy text as long as both texts are equal:
+    where two tokens are almost as likely, the texts may part.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.get_text_config().vocab_size, (2, TOKENS), generator=generator)
+    expected, found = (m(ids, use_cache=False).logits for m in (model, stock))
+    prompt = ids[:, :PROMPT]
+    steps: dict[str, Any] = {
+        "max_new_tokens": NEW_TOKENS,
+        "min_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "output_logits": True,
+    }
+    steps |= {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}
+    models: tuple[Any, Any] = (model, stock)
+    first, second = (m.generate(prompt, **steps) for m in models)
+    is_equal = (first.sequences == second.sequences)[:, PROMPT - 1 : -1].long().cumprod(1).bool()
+    texts = [torch.stack(text.logits, dim=1)[is_equal] for text in (first, second)]
+    difference = max((found - expected).abs().max(), (texts[0] - texts[1]).abs().max())
+    return float(difference / expected.std())
+
+
+def linear_layers(config: Any) -> list[int]:
+    """The numbers of the converted layers."""
+    found: set[int] = set()
+    for entry in entries_of(config.linear_attention):
+        layers = entry["layers"]
+        if layers == "full_attention":
+            layers = [number for number, name in enumerate(config.layer_types) if name == layers]
+        found |= set(range(config.num_hidden_layers) if layers == "all" else () if layers == "none" else layers)
+    return sorted(found)
+
+
+def softmax_layers(config: Any) -> list[int]:
+    """The numbers of the layers that keep softmax."""
+    return sorted(set(range(config.num_hidden_layers)) - set(linear_layers(config)))
 
 
 def obstacles(config: Any, kept: Collection[int] | None = None, dtype: torch.dtype | None = None) -> list[str]:
@@ -40,16 +211,27 @@ def obstacles(config: Any, kept: Collection[int] | None = None, dtype: torch.dty
         kept: the layers that may keep softmax in the end; by default those that the config does not convert.
         dtype: that of the weights to write; by default that in the config.
     """
-    kept = decoders.softmax_layers(config) if kept is None else kept
-    problems = decoders.obstacles(config, SOURCES, kept)
-    if config.stock_model_type not in SOURCES:
-        return problems
+    kept = softmax_layers(config) if kept is None else kept
+    source, problems = config.stock_model_type, []
+    if source not in SOURCES:
+        allowed = ", ".join(f"`{name}`" for name in SOURCES)
+        return [f"a `{source}` model has other layers; only those of {allowed} can be rewritten"]
+    if config.hidden_act != "silu":
+        problems.append(
+            f"`hidden_act` = `{config.hidden_act}` is not possible: linear layers have the same, which must be `silu`"
+        )
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    windowed = [layer for layer in kept if (types[layer] == "sliding_attention" if types else window)]
+    if windowed and window < config.max_position_embeddings:
+        problems.append(
+            f"`sliding_window` = {window} in the softmax layers {ranges_of(windowed)} is not possible; convert them too"
+        )
     settings = entries_of(config.linear_attention)
     if any((entry["mechanism"], entry.get("form")) != ("gated_delta", QWEN3_5) for entry in settings):
         problems.append(f"convert with `--attention gated_delta --form {QWEN3_5}` in all layers that are converted")
     if getattr(config, "mlp_bias", False):
         problems.append("`mlp_bias` is true, and Qwen3.5 has no biases there")
-    if has_output_bias(config) and decoders.linear_layers(config):
+    if has_output_bias(config) and linear_layers(config):
         problems.append("`attention_bias` is true, and the output projection of a linear layer of Qwen3.5 has no bias")
     if not kept:
         problems.append(
@@ -74,7 +256,7 @@ def stock_config(config: Any) -> Any:
     """The config of the Qwen3.5 model for that of a converted model."""
     from transformers import Qwen3_5TextConfig
 
-    kept, layers = decoders.softmax_layers(config), config.num_hidden_layers
+    kept, layers = softmax_layers(config), config.num_hidden_layers
     interval = min(kept) + 1  # some engines know only layers at equal distances, by this number
     is_periodic = kept == list(range(interval - 1, layers, interval))
     heads, size, third = config.num_attention_heads, head_dim(config), head_dim(config) // 6
@@ -85,7 +267,7 @@ def stock_config(config: Any) -> Any:
         "mrope_interleaved": True,
     }
     fields: dict[str, Any] = {
-        **decoders.same_fields(config),
+        **{name: value for name, value in config.to_dict().items() if name in SAME},
         "rope_parameters": {**config.rope_parameters, **positions},
         "num_attention_heads": heads,
         "num_key_value_heads": config.num_key_value_heads,

@@ -347,17 +347,3 @@ def loaded_names(names: Iterable[str], model: Any, expected: Mapping[str, Any]) 
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     prefix = model.base_model_prefix
     return {name: rename_source_key(name, renamings, converters, prefix, dict(expected)) for name in names}
-
-
-def loaded_dtypes(model_class: Any, config: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """`{name: dtype}` of all that a model loaded in `dtype` keeps; some modules stay float32."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    with torch.device("meta"):
-        model = model_class._from_config(config, dtype=dtype)
-    dtypes, kept = {name: tensor.dtype for name, tensor in model.state_dict().items()}, model._get_dtype_plan(dtype)
-    if kept:
-        pattern, patterns_by_group, _ = build_glob_alternation(list(kept))
-        found = {name: pattern.search(name) for name in dtypes}
-        dtypes |= {name: kept[patterns_by_group[str(match.lastgroup)]] for name, match in found.items() if match}
-    return dtypes

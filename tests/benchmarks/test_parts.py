@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from benchmarks import models, real_attention, rivals, speed
 from benchmarks.papers import copy_task, recall_bytes, recall_tasks
 from hf_linear_attention import convert
-from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
@@ -55,15 +53,6 @@ def test_the_delta_rule_is_the_one_of_transformers(rule):
         for a, e in zip(call(*tensors, state=state), exact, strict=True):
             # float32 on both sides (transformers computes in it whatever it is given): sums of 128 terms, 70 times
             assert (a.double() - e.double()).abs().max() <= 1e-5 * e.abs().max()
-
-
-def test_stock_layers_are_timed_with_and_without_our_kernels():
-    methods = speed.stock_layer("Qwen3-Next", 40, with_backward=False)
-    with mock.patch.object(kernels_cpu, "library", wraps=kernels_cpu.library) as library:
-        methods[speed.STOCK]()
-        assert not library.called
-        methods["accelerated"]()
-        assert library.called
 
 
 def test_a_cell_has_the_median_the_quartiles_and_the_aim():

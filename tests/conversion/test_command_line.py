@@ -114,7 +114,7 @@ def test_a_yaml_file_gives_defaults_that_flags_override(tmp_path):
 
 
 def test_a_failure_on_the_way_is_one_line_and_exit_code_1(llama, tmp_path, monkeypatch):
-    def fail(conversion, scratch):
+    def fail(conversion):
         raise KeyError("lost\nsomething")
 
     monkeypatch.setattr(pipeline, "load_converted", fail)

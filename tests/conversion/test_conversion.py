@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 import transformers
+from architectures import tiny_model
 from checkpoints import convert_folder, files, run, save_twin, tiny_tokenizer
 from matrix import sample_inputs
 from safetensors.torch import load_file
@@ -97,6 +98,17 @@ def test_shards_ties_and_half_precision(tmp_path):
     wide = transformers.AutoModelForCausalLM.from_pretrained(cast).state_dict()
     assert all(torch.equal(tensor.float(), wide[key]) for key, tensor in stock.state_dict().items())
     assert json.loads((cast / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_cast_keeps_in_float32_what_the_model_keeps_there(tmp_path):
+    tiny_model("t5", "AutoModelForSeq2SeqLM").save_pretrained(tmp_path / "source")
+    words = ("--dtype", "float16", "--drop", "position_bias", "--no_verify")
+    convert_folder(tmp_path / "source", tmp_path / "out", "--attention", "linear", *words)
+    found = {name: info.dtype for name, info in open_source(str(tmp_path / "out")).tensors.items()}
+    assert {*found.values()} == {"float16", "float32"}
+    assert {name for name in found if found[name] == "float32"} == {
+        name for name in found if name.endswith("wo.weight")
+    }
 
 
 def test_pickled_weights_only_when_allowed(tmp_path):

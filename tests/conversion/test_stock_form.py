@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from hf_linear_attention import convert, convert_and_heal
 from hf_linear_attention.conversion import commands
 from hf_linear_attention.conversion.export import qwen3_5
-from hf_linear_attention.conversion.export.stock import TOLERANCE, largest_difference
-from hf_linear_attention.conversion.export.stock import stock_model as rewritten
+from hf_linear_attention.conversion.export.qwen3_5 import TOLERANCE, largest_difference
+from hf_linear_attention.conversion.export.qwen3_5 import stock_model as rewritten
 
 
 FORM = {"mechanism": "gated_delta", "form": "qwen3_5"}
@@ -57,13 +57,13 @@ def qwen3(tmp_path_factory) -> Path:
 def test_it_computes_what_the_student_computes(family, layers):
     model = student(twin(family, sliding_window=None), layers)
     assert qwen3_5.obstacles(model.config) == []
-    stock, difference = rewritten("qwen3_5", model, torch.float32)  # which refuses more
+    stock, difference = rewritten(model, torch.float32)  # which refuses more
     assert type(stock).__module__.startswith("transformers.models.qwen3_5.")
     assert 0 < difference <= TOLERANCE
 
 
 def test_kept_layers_of_qwen3_are_the_same_to_the_last_bit():
-    assert rewritten("qwen3_5", convert(twin("qwen3"), **FORM, layers="none"), torch.float32)[1] == 0
+    assert rewritten(convert(twin("qwen3"), **FORM, layers="none"), torch.float32)[1] == 0
 
 
 def test_small_norms_survive_bfloat16():
