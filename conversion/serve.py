@@ -34,8 +34,10 @@ from hf_linear_attention._common.reading import reading
 INSTALL_VLLM = 'run `pip install "hf-linear-attention[vllm]"`; docs/serve.md says what to install without a GPU'
 LOCAL = ("localhost", "127.0.0.1", "::1")
 # What only a server that others may reach needs; `transformers serve` has nothing of it.
-KEYS_AND_LIMITS = ("--api_key", "--api-key", "--allowed_host", "--allowed-host")
-KEYS_AND_LIMITS += ("--max_request_mb", "--max-request-mb", "--request_timeout", "--request-timeout")
+KEYS_AND_LIMITS = (
+    *("--api_key", "--api-key", "--allowed_host", "--allowed-host"),
+    *("--max_request_mb", "--max-request-mb", "--request_timeout", "--request-timeout"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
