@@ -42,8 +42,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.common import write
 from benchmarks.real_attention import minilm_folder
-from hf_linear_attention.conversion.layer_speed import first_faster
-from hf_linear_attention.conversion.page import verdict
+from hf_linear_attention.conversion.figures import figures_of
+from hf_linear_attention.conversion.model_speed import first_faster
 
 
 TRAINED_LENGTH, BATCH_SIZE, STEPS = 512, 4, 300
@@ -124,7 +124,7 @@ def run(command: str, **options: object) -> float:
 def summary(report: dict[str, Any], seconds: float) -> str:
     """What the conversion cost and kept, and from which length it pays."""
     quality, last = report["quality"], report["quality"]["positions"]["buckets"][-1]
-    word, reason = verdict(quality)
+    word, reason = figures_of(quality).verdict
     window = quality["control"]
     positions = f"{last['from']:,} to {last['to'] - 1:,}"
     kept = {

@@ -16,7 +16,7 @@ from hf_linear_attention._common.heads import head_of_config
 from hf_linear_attention._common.model_card import training_history
 from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.conversion.calibration_data import data_recipe, texts_of
-from hf_linear_attention.conversion.layer_speed import first_faster
+from hf_linear_attention.conversion.model_speed import first_faster
 from hf_linear_attention.conversion.options import EvaluationArguments, parse_tokens, request_of
 from hf_linear_attention.conversion.pipeline import Conversion, prepare, run
 from hf_linear_attention.conversion.plan import stock_config
@@ -42,6 +42,7 @@ COMPARED = {
     "causal": ("hybrid", "linear", "gated_delta"),
     "bidirectional": ("window", "linear", "nystrom", "linformer", "hybrid"),
 }
+TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
 DEFAULT_TOKENS, HELD_OUT_TOKENS = "50k", 8192
 CHARACTERS, MORE_CHARACTERS = 20, 400_000  # that are read of a file per token that is trained on, and these more
 
@@ -64,16 +65,16 @@ def compare_mechanisms(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="hf-linear-attention-compare-") as folder:
         data = EvaluationArguments(
             model_name_or_path=source.name,
-            validation_file=str(Path(folder, "held_out.jsonl")),
-            train_file=str(Path(folder, "train.jsonl")),
+            validation_file=str(Path(folder, HELD_OUT)),
             max_eval_tokens=HELD_OUT_TOKENS,
             max_eval_length=MOST_TOKENS,
             controls="none",
             trust_remote_code=arguments.trust_remote_code,
             allow_pickle=arguments.allow_pickle,
         )
-        for path, texts in zip((data.train_file, data.validation_file), _texts(arguments.train_file, tokens, task)):
-            Path(str(path)).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        for name, texts in zip((TRAIN, HELD_OUT), _texts(arguments.train_file, tokens, task)):
+            lines = (json.dumps({"text": text}) + "\n" for text in texts)
+            Path(folder, name).write_text("".join(lines), encoding="utf-8")
         rows = [compared(source, task, name, tokens, data, Path(folder)) for name in dict.fromkeys(names)]
     content = {
         "base_model": source.name,
@@ -113,13 +114,13 @@ def compared(
 
     Args:
         tokens: how many to train on; None for no training.
-        data: the files to train on and to measure on.
-        folder: where the converted models are written.
+        data: what is measured on which file.
+        folder: where the text to train on is, and the converted models are written.
     """
     preset = preset_for(mechanism, direction_of(stock_config(source, data.trust_remote_code)))
     options = {"model_name_or_path": data.model_name_or_path, "trust_remote_code": data.trust_remote_code}
     options |= {"allow_pickle": data.allow_pickle, "attention": mechanism, "preset": preset, "no_verify": True}
-    options |= {"train_file": data.train_file, "output_dir": folder / mechanism}
+    options |= {"train_file": str(folder / TRAIN), "output_dir": folder / mechanism}
     try:
         conversion = prepare(request_of(options if tokens is None else {**options, "tokens": tokens}))
     except UsageError as error:

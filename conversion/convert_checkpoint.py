@@ -95,7 +95,7 @@ def _answers(request: Request) -> Iterator[str]:
         yield architecture_table()
         return
     from hf_linear_attention.conversion.pipeline import prepare, run, writing
-    from hf_linear_attention.conversion.report import describe_result
+    from hf_linear_attention.conversion.result_text import describe_result
 
     conversion = prepare(request)
     chosen = _default_lines(conversion)
@@ -130,7 +130,7 @@ def _default_lines(conversion: Conversion) -> list[str]:
 def _preview(conversion: Conversion) -> list[str]:
     """What would be done, in lines."""
     from hf_linear_attention.conversion.preset_plan import describe_stages
-    from hf_linear_attention.conversion.report import describe
+    from hf_linear_attention.conversion.result_text import describe
     from hf_linear_attention.conversion.softmax_choice import count_of
 
     arguments = conversion.request.arguments

@@ -50,6 +50,7 @@ REMOVED: dict[str, str] = {
     "normalization": "leave it out: near and far keys share one denominator",
     "softmax_heads": "give `--num_exact_keys` of `--attention hybrid`, or keep whole layers with `--softmax_layers`",
     "max_position_embeddings": "read longer texts in chunks (docs/positions.md)",
+    "train_file": "leave it out: recall is measured on `--validation_file`",  # of `evaluate`
     **{name: OF_FINETUNE[name] for name in (*_OF_EMBEDDINGS, "cache_teacher")},
 }
 
@@ -135,12 +136,6 @@ class EvaluationArguments(MeasuringArguments):
     model_name_or_path: str = option("the converted model: a folder", is_path=True, group="source")
     teacher_name_or_path: str | None = option(
         "its original (default: the one that its report names)", None, is_path=True, group="source"
-    )
-    train_file: str | None = option(
-        "what the model was trained on: figures of recall count what is rare there",
-        None,
-        is_path=True,
-        group="measuring",
     )
 
 

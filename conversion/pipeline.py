@@ -43,7 +43,8 @@ from hf_linear_attention.conversion.preset_plan import (
     preset_settings,
     with_healed_frequencies,
 )
-from hf_linear_attention.conversion.report import build_report, published_words, write_recipe
+from hf_linear_attention.conversion.recipe_file import write_recipe
+from hf_linear_attention.conversion.report import build_report, published_words
 from hf_linear_attention.conversion.softmax_choice import (
     CHOICE,
     count_of,

@@ -24,12 +24,14 @@ from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value
 from hf_linear_attention._common.options import OnResume
 from hf_linear_attention._common.reading import read_json
 from hf_linear_attention.conversion.export.qwen3_5 import finish_stock
+from hf_linear_attention.conversion.figures import figures_of
 from hf_linear_attention.conversion.options import CONVERSION_FACTS
 from hf_linear_attention.conversion.output_folder import share_permissions
 from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import MEASURED_TASKS, heal_control, measure, record
-from hf_linear_attention.conversion.report import describe_quality, describe_result, write_recipe
+from hf_linear_attention.conversion.recipe_file import write_recipe
+from hf_linear_attention.conversion.result_text import describe_result
 from hf_linear_attention.conversion.softmax_choice import CHOICE, choose_in, count_of, plan_without
 from hf_linear_attention.training.checkpoints import list_checkpoints
 from hf_linear_attention.training.presets import STAGES, stages_of
@@ -193,7 +195,7 @@ def _describe(conversion: Conversion, training: Training) -> str:
         figures = "".join(f", {name} {format_value(value)}" for name, value in run_["metrics"].items())
         lines.append(f"  {run_['training']['stage']}: {run_['training'][unit]:,} {unit}{figures}")
     if report["quality"] is not None:
-        lines += ["", describe_quality(report["quality"])]
+        lines += ["", figures_of(report["quality"]).text()]
     elif conversion.request.arguments.validation_file is None:
         lines.append(
             f"There are no figures after training; give a `--validation_file` of held-out {HELD_OUT[unit]}"

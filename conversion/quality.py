@@ -13,19 +13,18 @@ Embedding models are measured by their likeness to the original and by pairs wit
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.checkpoint_files import check_checkpoint
@@ -37,26 +36,20 @@ from hf_linear_attention._common.model_card import REPORT, training_facts, train
 from hf_linear_attention._common.reading import read_json
 from hf_linear_attention.configuration_linear_attention import entries_of, max_length_of
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_text_file, data_recipe
-from hf_linear_attention.conversion.layer_speed import model_speed, whole_model_speed
+from hf_linear_attention.conversion.figures import figures_of
+from hf_linear_attention.conversion.model_speed import model_speed
 from hf_linear_attention.conversion.options import ConversionArguments, EvaluationArguments
 from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.plan import state_bytes
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training, check_measuring
-from hf_linear_attention.conversion.report import (
-    EARLIER,
-    comparison,
-    describe_quality,
-    quality_rows,
-    settings_of,
-    with_earlier,
-)
+from hf_linear_attention.conversion.report import settings_of
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import head_figures
 from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.extensions import PREFIX
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, loader
-from hf_linear_attention.training.data.packing import Examples, PackedBlocks, Tokens
+from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.processors import (
     DEFAULT_MAX_LENGTH,
     load_config,
@@ -71,13 +64,8 @@ from hf_linear_attention.training.evaluation.embeddings import (
     compare_pairs,
     embed,
 )
-from hf_linear_attention.training.evaluation.retention import (
-    Settings,
-    TokenFigures,
-    continued,
-    generation_figures,
-    separate_windows,
-)
+from hf_linear_attention.training.evaluation.recall import RECALL, RecallProbe
+from hf_linear_attention.training.evaluation.retention import Settings, TokenFigures, separate_windows
 from hf_linear_attention.training.models import load_student, load_teacher
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.run import Run, run_stages
@@ -94,13 +82,9 @@ MEASURED_TASKS = ("causal_lm", "embedding")
 SINKS = (0, 4)
 # Shorter texts would lie in the window for the most part, and it would be softmax attention there.
 WINDOWS_OF_TEXT = 8
-# Rare 4-grams are counted in so many tokens of the training text, which takes about a second for every 2 million.
-MAX_COUNTED = 20_000_000
+# Texts on which recall is measured.
+RECALL_TEXTS = 8
 PAIRS = [("student", "window_alone"), ("student", "same_bytes"), ("student", "healed")]
-
-NUM_SAMPLES = 3
-PROMPT, WRITTEN = 64, 48  # tokens
-MOST_CHARACTERS = 240
 
 
 # ---- The command `evaluate`, and the measurement at the end of a training
@@ -112,9 +96,7 @@ def evaluate(arguments: EvaluationArguments) -> str:
     Raises:
         UsageError: if there is no converted model that could be measured.
     """
-    for option in ("validation_file", "train_file"):
-        if (path := getattr(arguments, option)) is not None:
-            check_text_file(option, path, instead=MESSAGES)
+    check_text_file("validation_file", arguments.validation_file, instead=MESSAGES)
     if arguments.controls == "healed":
         raise UsageError("`--controls healed` trains a window as `convert --preset` does; this command trains nothing")
     folder = Path(arguments.model_name_or_path).expanduser().resolve()
@@ -123,11 +105,8 @@ def evaluate(arguments: EvaluationArguments) -> str:
     _check_original(source, folder, task)
     check_measuring(arguments, task, folder)
     quality = measure(folder, source, task, arguments)
-    before = read_json(folder / REPORT).get("quality") if (folder / REPORT).is_file() else None
-    together = with_earlier(quality, before)
-    record(folder, source, together, folder.name)
-    kept = "Figures of earlier evaluations that were not measured now stay in the report."
-    return "\n\n".join([describe_quality(quality), *([] if together == quality else [kept])])
+    record(folder, source, quality, folder.name)
+    return figures_of(quality).text()
 
 
 def _task_of(folder: Path) -> str:
@@ -169,9 +148,9 @@ def measure(folder: Path, source: Source, task: str, data: Options, healed: Path
             figures = _measure_language(folder, source, data, healed)
         else:
             figures = _measure_embeddings(folder, source, data)
-    named = {"train_file": data.train_file, "pairs_file": data.pairs_file}
-    names = {name: Path(path).name for name, path in named.items() if path is not None}
-    facts = {"validation_file": Path(str(data.validation_file)).name, "max_tokens": data.max_eval_tokens, **names}
+    facts = {"validation_file": Path(str(data.validation_file)).name, "max_tokens": data.max_eval_tokens}
+    if data.pairs_file is not None:
+        facts["pairs_file"] = Path(data.pairs_file).name
     return {**facts, **finite(figures)}
 
 
@@ -186,33 +165,22 @@ def _measure_language(folder: Path, source: Source, data: Options, healed: Path 
     figures = language_figures(teacher, student, text, controls)
     if controls.healed is not None:
         figures["control"]["healed_tokens"] = sum(run["training"]["tokens"] for run in training_history(str(healed)))
-    tokenizer, longest = load_tokenizer(recipe), retention.most_positions(teacher) or text.max_length
-    stream = retention.running_text(text.examples)
-    samples = continuations(teacher, student, stream, text.bos_token_id, tokenizer, longest)
-    return {**figures, "samples": samples, **_costs_and_heads(student, teacher, tokenizer, writes=True)}
+    return {**figures, **_costs_and_heads(student, teacher, load_tokenizer(recipe), writes=True)}
 
 
 def held_out_text(folder: Path, source: Source, data: Options) -> tuple[Recipe, HeldOutText]:
     """The recipe of `training` that reads it for the model in `folder`, and the text as `language_figures` takes it."""
-    files = {"max_eval_tokens": data.max_eval_tokens, "train_file": data.train_file}
-    files["validation_file"] = data.validation_file
+    files = {"max_eval_tokens": data.max_eval_tokens, "validation_file": data.validation_file}
     recipe = data_recipe(str(folder), "causal_lm", source.loadable, data.trust_remote_code, **files)
     return recipe, read_text(recipe, data.max_eval_length)
 
 
 def read_text(recipe: Recipe, max_eval_length: int) -> HeldOutText:
-    """The validation and training files of a recipe, as `language_figures` takes them."""
+    """The validation file of a recipe, as `language_figures` takes it."""
     tokenizer = load_tokenizer(recipe)
-    splits: Any = load_data(recipe, tokenizer)
-    training = splits.train
-    if isinstance(training, PackedBlocks):  # whose documents are in one stream
-        training = np.split(training.stream, training.documents[1:])
-    elif training is not None:
-        training = training.columns["input_ids"]
+    examples: Any = load_data(recipe, tokenizer).validation
     length = sequence_length(recipe, tokenizer, load_config(recipe))
-    return HeldOutText(
-        splits.validation, length, tokenizer.bos_token_id, pad_token_id(tokenizer), max_eval_length, training
-    )
+    return HeldOutText(examples, length, tokenizer.bos_token_id, pad_token_id(tokenizer), max_eval_length)
 
 
 def load_models(recipe: Recipe, folder: Path) -> tuple[Any, Any]:
@@ -237,12 +205,11 @@ def _measure_embeddings(folder: Path, source: Source, data: Options) -> dict[str
 
 
 def _costs_and_heads(student: Any, teacher: Any, tokenizer: Any, writes: bool) -> dict[str, Any]:
-    """The errors of the heads and, on a CPU, the times of a layer and of the whole model."""
+    """The errors of the heads and, on a CPU, the times of the whole model."""
     speed = None
     if student.device.type == "cpu":
         logger.info("timing both models")
-        whole = whole_model_speed(student, teacher, retention.most_positions(teacher), writes)
-        speed = {**model_speed(student, torch.float32), "model": whole}
+        speed = model_speed(student, teacher, retention.most_positions(teacher), writes)
     return {"heads": head_figures(student, tokenizer), "speed": speed}
 
 
@@ -265,12 +232,10 @@ def record(folder: Path, source: Source, quality: Mapping[str, Any] | None, name
     written.replace(path)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     facts = {"metrics": {}, **training_facts(training_history(str(folder)))}
-    facts["metrics"] = {**facts["metrics"], **quality_rows(quality or {})}
-    records = [quality or {}, *(quality or {}).get(EARLIER, ())]
-    for earlier in records[1:]:
-        rows = quality_rows(earlier).items()
-        facts["metrics"] |= {f"{text}, on {earlier['validation_file']}": value for text, value in rows}
-    facts |= {"comparisons": [table for entry in records if (table := comparison(entry)) is not None]}
+    if quality is not None:
+        figures = figures_of(quality)
+        facts["metrics"] = {**facts["metrics"], **figures.rows}
+        facts["comparison"] = figures.by_position
     facts |= {"base_model": source.name, "settings": settings_of(config, report)}
     write_model_card(folder, facts, name=name)
     write_page(folder, name)
@@ -284,7 +249,7 @@ def record(folder: Path, source: Source, quality: Mapping[str, Any] | None, name
 class HeldOutText:
     """`examples` of up to `max_length` tokens (protocol S), and what is needed to cut their text otherwise.
 
-    `max_eval_length`: the longest windows; `training`: documents of the training text, None where it is not known.
+    `max_eval_length`: the longest windows.
     """
 
     examples: Examples
@@ -292,7 +257,6 @@ class HeldOutText:
     bos_token_id: int | None
     padding: int
     max_eval_length: int
-    training: list[Tokens] | None = None
 
     def batches(self) -> list[Batch]:
         """The padded batches of all examples."""
@@ -443,18 +407,12 @@ def language_figures(
             inside["same_bytes"] = nats[controls.windows.index(window)]
             if controls.healed is not None:
                 inside["healed"] = retention.nats_of(controls.healed, batches)
-    positions = _positions(teacher, student, text, window, controls.healed)
-    recall = _recall(inside, text)
-    logger.info("samples of both models")
-    longest = min(text.max_eval_length, retention.most_positions(teacher) or text.max_eval_length)
-    stream, trained_length = retention.running_text(text.examples), trained_length_of(teacher, student, text)
     return {
         **retention.summary(inside, student.config.linear_attention),
         **_against_controls(inside),
+        **_recall(teacher, student, text),
         "control": control,
-        "positions": positions,
-        "recall": recall,
-        "generation": generation_figures(teacher, student, stream, text.bos_token_id, trained_length, longest),
+        "positions": _positions(teacher, student, text, window, controls.healed),
     }
 
 
@@ -511,75 +469,15 @@ def _positions(
     return {**facts, "buckets": retention.position_buckets(retention.target_positions(batches), nats, edges, PAIRS)}
 
 
-def _recall(inside: TokenFigures, text: HeldOutText) -> dict[str, Any]:
-    """Recall of the targets inside the trained length, beyond which the teacher is no measure."""
-    if text.training is None:
-        return {"left_out": "which 4-grams are rare is counted on the training text: give a `--train_file`"}
-    documents = list(_first_tokens(text.training, MAX_COUNTED))
-    distance = retention.recall_distances(retention.repeats(text.examples), documents)
-    models = ("teacher", "student", "same_bytes", "healed")
-    nats: dict[str, Tensor] = {name: inside[name] for name in models if name in inside}
-    buckets = retention.recall_buckets(distance, nats, retention.distance_edges(text.max_length), "same_bytes")
-    return {"counted_tokens": sum(map(len, documents)), "buckets": buckets}
-
-
-def _first_tokens(documents: Iterable[Tokens], count: int) -> Iterator[Tokens]:
-    """Documents until they have `count` tokens."""
-    for document in documents:
-        if count <= 0:
-            return
-        yield document[:count]
-        count -= len(document)
-
-
-def continuations(
-    teacher: PreTrainedModel,
-    student: PreTrainedModel,
-    stream: Tokens,
-    bos_token_id: int | None,
-    tokenizer: PreTrainedTokenizerBase,
-    longest: int,
-) -> list[dict[str, Any]]:
-    """Three continuations of prompts that are spread evenly over the text: the end of the `prompt`, what is the `same`
-    in both, and for `original` and `student` the `first` different token and the `rest`.
-
-    Args:
-        stream: the tokens of the text.
-        longest: the most tokens that the models read.
-    """
-    length = min(PROMPT, longest // 2, len(stream) // NUM_SAMPLES)
-    if length < 2:
-        return []
-    body = length - (bos_token_id is not None)
-    starts = [round(number * (len(stream) - body) / NUM_SAMPLES) for number in range(NUM_SAMPLES)]
-    texts = [list(stream[start : start + body]) for start in starts]
-    first = [] if bos_token_id is None else [bos_token_id]
-    prompts = torch.tensor([[*first, *text] for text in texts], device=student.device)
-    count = min(WRITTEN, longest - length)
-    likeliest = partial(torch.argmax, dim=-1)
-    by_teacher, by_student = (continued(model, prompts, count, likeliest).tolist() for model in (teacher, student))
-    return [_continuation(tokenizer, *parts) for parts in zip(texts, by_teacher, by_student, strict=True)]
-
-
-def _continuation(
-    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], by_teacher: Sequence[int], by_student: Sequence[int]
-) -> dict[str, Any]:
-    pairs = enumerate(zip(by_teacher, by_student, strict=True))
-    same = next((place for place, (a, b) in pairs if a != b), len(by_teacher))
-
-    def text_of(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens)))
-
-    def part(tokens: Sequence[int], first: int, last: int) -> str:
-        """The text that these tokens add to what stands before them, which decides about spaces."""
-        start, end = (text_of([*prompt, *tokens[:place]]) for place in (first, last))
-        return end[len(start) :] if end.startswith(start) else text_of(tokens[first:last])
-
-    sides = {
-        name: {"first": part(tokens, same, same + 1), "rest": part(tokens, same + 1, len(tokens))}
-        for name, tokens in (("original", by_teacher), ("student", by_student))
+def _recall(teacher: PreTrainedModel, student: PreTrainedModel, text: HeldOutText) -> dict[str, float]:
+    """The recall of both models inside the trained length; nothing where the text is too short for it."""
+    probe = RecallProbe(text.examples, text.max_length, RECALL_TEXTS, text.max_length, text.bos_token_id)
+    models = {"recall_teacher": teacher, "recall": student}
+    return {
+        name: found[RECALL]
+        for name, model in models.items()
+        if RECALL in (found := probe(model, contextlib.nullcontext))
     }
-    return {"prompt": text_of(prompt)[-MOST_CHARACTERS:], "same": part(by_student, 0, same), **sides}
 
 
 # ---- Embedding models

@@ -27,8 +27,6 @@ from hf_linear_attention.configuration_linear_attention import entries_of, max_l
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.default_settings import direction_of
-from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.positions.rotary import LearnedDecay
 from hf_linear_attention.training.losses.divergence import divergence
 from hf_linear_attention.training.losses.objectives import relative_head_error
 from hf_linear_attention.training.losses.output_layer import ByRow, Rows
@@ -302,20 +300,20 @@ def pixel_samples(config: PreTrainedConfig) -> list[torch.Tensor]:
     return [torch.randn(1, channels, height, width, generator=generator) for _ in range(4)]
 
 
-# ---- Figures of single heads: how far each is from its softmax attention, and after how many tokens it forgets
+# ---- Figures of single heads: how far each is from its softmax attention
 
 MOST_TOKENS = 512
 
 
 @torch.no_grad()
 def head_figures(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any] | None:
-    """The `inputs` in words, and `layers`: of each the `error` and, with a learned decay, the `half_life` of its heads.
+    """The `inputs` in words, and `layers`: the `error` of each head.
 
-    An error is |mechanism - softmax| / |softmax| of a head's output, on the same queries, keys and values; it is left
-    out where attention cannot be observed (ALiBi families). Half-lives are in tokens, of the heads of keys and values.
+    An error is |mechanism - softmax| / |softmax| of a head's output, on the same queries, keys and values.
 
     Returns:
-        None for an encoder-decoder, in which two layers have the same number, or if there is nothing to report.
+        None where attention cannot be observed (ALiBi families), and for an encoder-decoder, in which two layers have
+        the same number.
     """
     if model.config.is_encoder_decoder:
         return None
@@ -323,21 +321,15 @@ def head_figures(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
     if type(model).__name__.endswith("ForMultipleChoice"):
         inputs = inputs.unsqueeze(1)
     layers: dict[int, dict[str, Any]] = {}
-    for module in linear_attention_modules(model).values():
-        mechanism: Any = module.linear_attention
-        layers[mechanism.shape.layer] = {"layer": mechanism.shape.layer}
-        if isinstance(decay := getattr(mechanism, "decay", None), LearnedDecay):
-            layers[mechanism.shape.layer]["half_life"] = [math.log(2) / -rate for rate in decay().tolist()]
 
     def look(seen: ObservedAttention) -> None:
-        errors = _errors(seen)
+        errors, layer = _errors(seen), seen.module.linear_attention.shape.layer
         if torch.isfinite(errors).all():
-            layers[seen.module.linear_attention.shape.layer]["error"] = errors.tolist()
+            layers[layer] = {"layer": layer, "error": errors.tolist()}
 
     with contextlib.suppress(NotImplementedError), observe_attention(model, look):
         model(**{model.main_input_name: inputs.to(model.device)})
-    found = [layer for _, layer in sorted(layers.items()) if len(layer) > 1]
-    return {"inputs": name, "layers": found} if found else None
+    return {"inputs": name, "layers": [layer for _, layer in sorted(layers.items())]} if layers else None
 
 
 def _errors(seen: ObservedAttention) -> torch.Tensor:

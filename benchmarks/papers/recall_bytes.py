@@ -97,8 +97,6 @@ ALONE: dict[str, Form] = {
 }
 KEPT_LAYER = "kept layer, linear exp"
 TEXT = "text"
-# Recall in text is that of the targets whose 4-gram stood in the context so many tokens before.
-DISTANCES = (128, 256)
 # Answers that an accuracy counts at least, and the most and least documents for them.
 ANSWERS, MOST_DOCUMENTS, LEAST_DOCUMENTS = 1024, 256, 16
 
@@ -314,20 +312,20 @@ def run_task(arguments: Namespace, task: str) -> dict[str, Any]:
 
 
 def run_text(arguments: Namespace) -> dict[str, Any]:
-    """The nats per token of held-out text, and those of what stood in the context before."""
+    """The nats per token of held-out text."""
     folder = arguments.work_dir / TEXT / "teacher"
     if not folder.is_dir():
         with staging(folder) as unfinished:
             shutil.copytree(arguments.text_teacher, unfinished, dirs_exist_ok=True)
-    files = {"train_file": arguments.train_file, "validation_file": arguments.validation_file}
-    data = EvaluationArguments(model_name_or_path="", max_eval_tokens=arguments.text_eval_tokens, **files)
+    data = EvaluationArguments(
+        model_name_or_path="",
+        max_eval_tokens=arguments.text_eval_tokens,
+        validation_file=arguments.validation_file,
+    )
     text: HeldOutText = held_out_text(folder, open_source(str(folder)), data)[1]
-    distance = retention.recall_distances(retention.repeats(text.examples), text.training or [])
-    is_far = (distance >= DISTANCES[0]) & (distance < DISTANCES[1])
 
     def figures(model: Any) -> dict[str, Tensor]:
-        nats = retention.nats_of(model, text.batches())
-        return {"nats": nats, "recall": nats[is_far]}
+        return {"nats": retention.nats_of(model, text.batches())}
 
     own = {"tokens": arguments.text_tokens, "tokens_per_step": 1024, "length": text.max_length, "learning_rate": None}
     arguments = Namespace(**{**vars(arguments), **own})

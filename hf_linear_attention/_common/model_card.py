@@ -73,7 +73,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         output_dir: the folder.
         facts: `base_model` (str), and where known `settings` (of linear attention), `conversion` (figures), `training`
         (recipe), `is_in_python` (whether only the report of a conversion in Python is known, and not what followed it),
-        `earlier_training` (recipes of the earlier runs, oldest first), `metrics`, `comparisons` (tables of
+        `earlier_training` (recipes of the earlier runs, oldest first), `metrics`, `comparison` (a table of
         texts: `header`, `rows` and `notes`) and `dataset` (str); for a converted model that was exported, `stock` (its
         `architecture` in transformers, and `engines`, what loads it). Every figure in the card comes from here, or
         from conversion_report.json if there is no `conversion`.
@@ -110,7 +110,7 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         training=_rows(facts.get("training") or {}),
         earlier_training=[_rows(run) for run in facts.get("earlier_training") or ()],
         metrics=_rows(facts.get("metrics") or {}),
-        comparisons=facts.get("comparisons") or [],
+        comparison=facts.get("comparison"),
         dataset=without_path(dataset),
         is_in_python=bool(facts.get("is_in_python")),
         plot=PLOT if (folder / PLOT).is_file() else None,

@@ -159,19 +159,16 @@ def test_the_hub_can_read_base_model_data_and_results(linear_llama, tmp_path):
     assert ModelCard.load(folder / "README.md").data.eval_results[0].metric_value == 1.25
 
 
-def test_a_card_holds_no_path_of_the_author_and_no_foreign_markup(tmp_path):
+def test_a_card_holds_no_path_of_the_author(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
-    training = {"teacher": "/home/me/secret/teacher", "note": "<b>x</b> [a](http://b) | `c`\nd"}
+    training = {"teacher": "/home/me/secret/teacher"}
     facts = {"base_model": "/home/me/secret/base", "training": training, "dataset": "/home/me/data.txt"}
-    write_model_card(tmp_path, facts, name="<i>me</i>")
+    write_model_card(tmp_path, facts)
     metadata, text = read_card(tmp_path)
     assert "/home" not in text
     assert "base_model" not in metadata
     assert "| teacher | teacher |" in text
-    assert r"| note | &lt;b&gt;x&lt;/b&gt; \[a\](http&#58;//b) \| \`c\` d |" in text
     assert "Data: data.txt" in text
-    assert "# &lt;i&gt;me&lt;/i&gt;\n" in text
-    assert 'from_pretrained("<i>me</i>")' in text  # in code it is text
 
 
 HOSTILE = "x\n\n<script>alert(1)</script>\n# owned\n[a](http://b) `c` www.b.example"

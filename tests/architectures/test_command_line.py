@@ -14,7 +14,7 @@ from transformers import AutoModel
 from hf_linear_attention._common.heads import HEALED_AS
 from hf_linear_attention.conversion.convert_checkpoint import architecture_table
 from hf_linear_attention.conversion.plan import Plan
-from hf_linear_attention.conversion.report import healing_lines
+from hf_linear_attention.conversion.result_text import healing_lines
 from hf_linear_attention.tested_architectures import ARCHITECTURES
 from hf_linear_attention.training.tasks import TASKS
 

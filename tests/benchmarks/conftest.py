@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from hf_linear_attention.conversion import layer_speed
+from hf_linear_attention.conversion import model_speed
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def _importable(monkeypatch, tmp_path_factory):
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2])
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
     for name, value in {"ROUNDS": 1, "STEPS": 1, "LONGEST": 256}.items():
-        monkeypatch.setattr(layer_speed, name, value)
+        monkeypatch.setattr(model_speed, name, value)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     threads = torch.get_num_threads()

@@ -14,10 +14,10 @@ from checkpoints import files, run, save_twin
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, BertModel
 
 from hf_linear_attention import convert
-from hf_linear_attention.conversion import layer_speed
+from hf_linear_attention.conversion import model_speed
 from hf_linear_attention.conversion.commands import compare as main
 from hf_linear_attention.conversion.comparison import describe_comparison, preset_for, recommendation
-from hf_linear_attention.conversion.layer_speed import first_faster, speed_curve
+from hf_linear_attention.conversion.model_speed import first_faster
 
 
 answer = functools.partial(run, command=main)
@@ -25,7 +25,7 @@ answer = functools.partial(run, command=main)
 
 @pytest.fixture(autouse=True)
 def short_timings(monkeypatch):
-    monkeypatch.setattr(layer_speed, "LONGEST", 128)
+    monkeypatch.setattr(model_speed, "LONGEST", 128)
 
 
 def test_one_row_per_mechanism_before_and_after_a_training(llama, tmp_path):
@@ -107,21 +107,10 @@ def test_pickles_are_read_only_when_allowed(llama, tmp_path):
     assert answer(*words, "--allow_pickle")[0] == 0
 
 
-def test_a_curve_ends_where_the_mechanism_or_the_patience_ends(monkeypatch):
-    times = {128: (2.0, 1.0), 256: (1.0, 1.0), 512: (1.0, 3.0), 1024: (1.0, 9.0)}
-
-    def measured(module, length, dtype, rounds):
-        if length not in times:
-            raise ValueError("too long")
-        return tuple(value / 100 for value in times[length])
-
-    monkeypatch.setattr(layer_speed, "layer_times", measured)
-    curve = speed_curve(None, [128, 256, 512, 1024, 2048, 4096], torch.float32)
-    assert [point["length"] for point in curve] == [128, 256, 512, 1024]
-    assert first_faster(curve) == 256
-    assert first_faster(curve[:1]) is None
-    monkeypatch.setattr(layer_speed, "LONGEST_CALL", 0.025)
-    assert [point["length"] for point in speed_curve(None, sorted(times), torch.float32)] == [128, 256, 512]
+def test_the_first_length_from_which_it_is_faster_at_all():
+    curve = [{"length": n, "seconds": 1.0, "softmax_seconds": s} for n, s in ((128, 1.0), (256, 0.5), (512, 1.0))]
+    assert first_faster(curve) == 512
+    assert first_faster(curve[:2]) is None
 
 
 @pytest.mark.parametrize("writes", [False, True])
@@ -130,7 +119,7 @@ def test_the_curves_end_where_the_positions_of_the_models_do(writes):
     config = BertConfig(**sizes, vocab_size=50, max_position_embeddings=192, is_decoder=writes)
     teacher = (BertLMHeadModel if writes else BertModel)(config).eval()
     student = convert(teacher, mechanism="linear").eval()
-    curves = layer_speed.whole_model_speed(student, teacher, 192, writes)
+    curves = model_speed.model_speed(student, teacher, 192, writes)["model"]
     assert [point["length"] for point in curves["reading"]] == [128]
     assert [point["length"] for point in curves["writing"]] == ([128] if writes else [])
     assert all(point["seconds"] > 0 and point["softmax_seconds"] > 0 for curve in curves.values() for point in curve)

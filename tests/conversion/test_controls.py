@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +11,10 @@ import pytest
 import torch
 from checkpoints import convert_folder, evaluate, run, save_twin
 from matrix import stock_model
-from page_reports import QUALITY
 
 from hf_linear_attention import convert
 from hf_linear_attention._common import logs
+from hf_linear_attention.conversion.figures import figures_of
 from hf_linear_attention.conversion.quality import (
     HeldOutText,
     better_window,
@@ -23,8 +24,8 @@ from hf_linear_attention.conversion.quality import (
     possible_controls,
     windows_of_same_bytes,
 )
-from hf_linear_attention.conversion.report import comparison
 from hf_linear_attention.training.data.packing import StreamWindows
+from hf_linear_attention.training.evaluation.recall import RecallProbe
 from hf_linear_attention.training.evaluation.retention import nats_of
 
 
@@ -32,8 +33,8 @@ HYBRID = {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features
 TOKENS = np.random.default_rng(0).integers(5, 12, 700)
 
 
-def held_out(length: int = 400, training: bool = True) -> HeldOutText:
-    return HeldOutText(StreamWindows(TOKENS, 64, 1), 64, 1, 0, length, [TOKENS[:200]] if training else None)
+def held_out(length: int = 400) -> HeldOutText:
+    return HeldOutText(StreamWindows(TOKENS, 64, 1), 64, 1, 0, length)
 
 
 @pytest.fixture
@@ -93,13 +94,13 @@ def test_the_figures_of_the_control_are_those_of_the_converted_teacher(teacher) 
     # inside its window a query sees all that the teacher sees
     assert positions["buckets"][0]["same_bytes"] == pytest.approx(positions["buckets"][0]["teacher"], abs=1e-5)
     assert positions["buckets"][0]["student_minus_window_alone"]["standard_error"] >= 0
-    assert [(part["from"], part["to"]) for part in figures["recall"]["buckets"]] == [(56, 64)]
-    assert figures["recall"]["counted_tokens"] == 200
-    assert [row["length"] for row in figures["generation"]] == [64, 256]
+    probe = RecallProbe(text.examples, 64, 8, 64, 1)
+    for name, model in (("recall_teacher", teacher), ("recall", student)):
+        assert figures[name] == pytest.approx(probe(model, nullcontext)["eval_recall"])
 
 
 def test_the_healed_column_is_that_of_the_model_given(teacher) -> None:
-    student, text = convert(teacher, **HYBRID), held_out(training=False)
+    student, text = convert(teacher, **HYBRID), held_out()
     controls = possible_controls(teacher, student, text)
     window, _ = better_window(teacher, controls.windows, text.batches())
     healed = convert(teacher, settings=window.settings)
@@ -109,11 +110,10 @@ def test_the_healed_column_is_that_of_the_model_given(teacher) -> None:
     assert figures["healed"] == pytest.approx(nats_of(healed, text.batches()).mean().item())
     assert figures["healed"] != pytest.approx(figures["same_bytes"], abs=1e-3)
     assert all({"healed", "student_minus_healed"} <= bucket.keys() for bucket in figures["positions"]["buckets"])
-    assert "There are no figures of recall: " in "\n".join(comparison(finite(figures))["notes"])
-    table = comparison(finite(figures))
-    row, last = table["rows"][-1], figures["positions"]["buckets"][-1]
+    table = figures_of({"validation_file": "a.txt", "max_tokens": 1, **finite(figures)}).by_position
+    row, last = table.rows[-1], figures["positions"]["buckets"][-1]
     difference = last["student_minus_same_bytes"]
-    gain = row[table["header"].index("less than the same bytes")]
+    gain = row[table.header.index("less than the same bytes")]
     assert row[:3:2] == ["positions 256 to 399", f"{last['teacher']:.4f}"]
     assert gain == f"{-difference['mean']:.3f} ± {difference['standard_error']:.3f}"
 
@@ -158,41 +158,8 @@ def test_evaluate_without_controls(converted, tmp_path, monkeypatch) -> None:
     quality = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["quality"]
     assert quality["control"] == {"left_out": "`--controls none` was given"}
     assert quality["positions"]["length"] == 90
-    assert bars == {"measuring", "writing", "timing"}
+    assert bars == {"measuring", "timing"}
     assert "`--controls none` was given" in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_evaluate_keeps_what_it_does_not_measure_again(converted, tmp_path) -> None:
-    out, text, other = (tmp_path / name for name in ("out", "valid.txt", "other.txt"))
-    (tmp_path / "train.txt").write_text("some words that are rare here " * 40)
-    other.write_text("another text of many words " * 80)
-    assert evaluate(*converted, text, "--train_file", tmp_path / "train.txt")[0] == 0
-    report = json.loads((out / "conversion_report.json").read_text())
-    first = report["quality"]
-    first["recall"] = QUALITY["recall"]  # the text of this model is too short for buckets of its own
-    (out / "conversion_report.json").write_text(json.dumps(report))
-    code, said, _ = evaluate(*converted, text, "--controls", "none")
-    assert code == 0
-    assert said.endswith("Figures of earlier evaluations that were not measured now stay in the report.\n")
-    again = json.loads((out / "conversion_report.json").read_text())["quality"]
-    unequal = {name for name in first if again[name] != first[name]}
-    assert unequal == {"speed"}  # which was measured again
-    card, page = ((out / name).read_text() for name in ("README.md", "report.html"))
-    assert "recall, 56 to" in card
-    assert "recall, 56 to" in page
-    for shown in (card, page):
-        assert "(train.txt)" in shown
-        assert "window of the same bytes" in shown
-    assert evaluate(*converted, other, "--controls", "none")[0] == 0
-    last = json.loads((out / "conversion_report.json").read_text())["quality"]
-    assert last["validation_file"] == "other.txt"
-    (earlier,) = last["earlier"]
-    assert (earlier["validation_file"], earlier["recall"]) == ("valid.txt", first["recall"])
-    card, page = ((out / name).read_text() for name in ("README.md", "report.html"))
-    assert "recall, 56 to" in card
-    assert "| nats per token, on valid.txt |" in card
-    assert "window of the same bytes" in card
-    assert "Measured earlier, on valid.txt" in page
 
 
 @pytest.mark.parametrize(
@@ -200,7 +167,7 @@ def test_evaluate_keeps_what_it_does_not_measure_again(converted, tmp_path) -> N
     [
         (["--controls", "healed"], "this command trains nothing"),
         (["--max_eval_length", 3], "it must be 16 or more"),
-        (["--train_file", "absent.txt"], "`--train_file` = 'absent.txt'"),
+        (["--train_file", "a.txt"], "`--train_file` is not an option any more; leave it out"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(converted, tmp_path, more, said) -> None:

@@ -1,10 +1,9 @@
-"""Figures of heads, computed again from stock models, and the samples that report.html displays."""
+"""Errors of heads, computed again from stock models."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from architectures import tiny_model
@@ -12,7 +11,6 @@ from checkpoints import tiny_tokenizer
 from matrix import stock_model
 
 from hf_linear_attention import convert
-from hf_linear_attention.conversion.quality import continuations
 from hf_linear_attention.conversion.verification import head_figures, one_input
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
@@ -25,7 +23,6 @@ def test_the_error_is_0_for_what_is_exact_and_large_for_what_is_not():
     assert [layer["layer"] for layer in exact["layers"]] == list(range(stock.config.num_hidden_layers))
     for layer in exact["layers"]:
         assert layer["error"] == pytest.approx([0] * stock.config.num_attention_heads, abs=1e-5)
-        assert "half_life" not in layer
     assert min(error for layer in rough["layers"] for error in layer["error"]) > 0.01
 
 
@@ -51,38 +48,8 @@ def test_the_error_of_a_head_is_that_of_its_definition():
     assert found["layers"][0]["error"] == pytest.approx(expected.tolist(), rel=1e-4)
 
 
-def test_the_half_life_is_the_number_of_tokens_in_which_a_weight_halves():
-    model = convert(stock_model("llama"), mechanism="linear", decay="learned", trained_length=100)
-    found = head_figures(model, None)
-    assert found["layers"][0]["half_life"] == pytest.approx([100] * model.config.num_key_value_heads, rel=1e-4)
-    decay = next(iter(linear_attention_modules(model).values())).linear_attention.decay
-    with torch.no_grad():
-        decay.rate.add_(1)
-    changed = head_figures(model, None)["layers"][0]["half_life"]
-    assert [math.exp(rate * life) for rate, life in zip(decay().tolist(), changed)] == pytest.approx([0.5, 0.5])
-
-
 def test_families_that_cannot_be_observed_or_have_two_stacks():
     bloom = head_figures(convert(tiny_model("bloom", "AutoModelForCausalLM"), mechanism="linear"), None)
-    assert bloom is None  # ALiBi: no error, and its decay is not learned
+    assert bloom is None  # ALiBi
     assert head_figures(convert(tiny_model("bart", "AutoModelForSeq2SeqLM"), mechanism="linear"), None) is None
     assert "a random image" in head_figures(convert(stock_model("vit"), mechanism="linear"), None)["inputs"]
-
-
-def test_continuations_end_where_the_first_token_differs():
-    teacher, tokenizer = stock_model("llama"), tiny_tokenizer()
-    stream = np.arange(60) % 50 + 5
-    same = continuations(teacher, teacher, stream, 1, tokenizer, 48)
-    assert len(same) == 3
-    assert len({sample["prompt"] for sample in same}) == 3
-    for sample in same:
-        assert "<s>" not in sample["prompt"]
-        assert sample["original"] == sample["student"] == {"first": "", "rest": ""}
-        assert sample["same"]
-    other = stock_model("llama")
-    with torch.no_grad():
-        other.lm_head.weight.neg_()
-    for sample in continuations(teacher, other, stream, 1, tokenizer, 48):
-        assert sample["same"] == ""
-        assert sample["original"]["first"] != sample["student"]["first"]
-    assert continuations(teacher, teacher, stream[:4], 1, tokenizer, 48) == []

@@ -101,20 +101,15 @@ def test_it_converts_trains_and_measures(whole, trained, llama):
     assert "the same, healed" in card
 
 
-def test_the_page_shows_the_stages_the_heads_and_what_is_written(whole, llama):
+def test_the_page_shows_the_figures_and_the_heads(whole, llama):
     report, page = report_of(whole), (whole / "report.html").read_text(encoding="utf-8")
-    for title in ("What it writes", "Which heads are hard", "What the heads forget", "Training", "Speed and memory"):
+    for title in ("Figures on held-out text", "Speed", "Layers", "Which heads are hard"):
         assert f">{title}</h2>" in page
-    assert "Loss of stage 1, transfer" in page
-    assert "Loss of stage 2, distil" in page
-    assert page.startswith("<!DOCTYPE html>")
     assert f"--model_name_or_path {llama.name}" in page  # to repeat it, without the folders of this disk
     assert str(llama.parent) not in page
     before, after = (figures["heads"]["layers"] for figures in (report["checks"], report["quality"]))
     assert [layer["layer"] for layer in before] == [layer["layer"] for layer in after] == [0, 1, 2]
-    assert before[0]["half_life"] == pytest.approx([64, 64], rel=1e-3)  # max_position_embeddings of the twin
-    assert [layer["half_life"] for layer in before] != [layer["half_life"] for layer in after]
-    assert len(report["quality"]["samples"]) == 3
+    assert before != after
     runs = json.loads((whole / "training_report.json").read_text())["runs"]
     for entry in runs:
         assert entry["loss"]["points"][-1][0] == entry["training"]["tokens"]
@@ -215,14 +210,16 @@ def test_evaluate_gives_the_same_figures(whole, llama, texts, tmp_path):
     report = report_of(out)
     (out / "README.md").unlink()
     command = ("--model_name_or_path", llama, "--output_dir", out, "--validation_file", texts / "valid.txt")
-    code, text, err = evaluate(*command, "--train_file", texts / "train.txt")
+    code, text, err = evaluate(*command)
     assert code == 0, err
-    again = report_of(out)
-    timed = [figures["quality"].pop("speed") for figures in (again, report)]  # what was timed is never equal
-    assert again == report  # with the figures of the healed window, which is gone
-    assert [[point["length"] for point in speed["curve"]] for speed in timed] == [[128, 256]] * 2
-    assert (out / "README.md").read_text() == (whole / "README.md").read_text()
-    assert re.search(rf"nats per token, the original +{report['quality']['teacher']:.4g}\n", text)
+    again, card = report_of(out), (out / "README.md").read_text()
+    equal = {"teacher", "student", "same_bytes", "kl", "recall", "heads"}
+    assert all(again["quality"][name] == report["quality"][name] for name in equal)
+    assert again["quality"]["speed"]["model"].keys() == {"reading", "writing"}
+    assert {**again, "quality": None} == {**report, "quality": None}
+    for said in (text, card):
+        assert re.search(rf"nats per token, the original[ |]+{report['quality']['teacher']:.4g}", said)
+        assert "window of the same bytes" in said
     assert (out / "model.safetensors").read_bytes() == weights
     assert evaluate(*command, "--max_eval_tokens", 60)[0] == 0
     assert report_of(out)["quality"]["teacher"] != report["quality"]["teacher"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from checkpoints import convert_folder, save_twin
 
-from hf_linear_attention.conversion import layer_speed
+from hf_linear_attention.conversion import model_speed
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +34,7 @@ def linear_llama(llama, tmp_path_factory):
 def brief_timing():
     """A layer is timed once at two lengths."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_speed, "ROUNDS", 1)
-        patch.setattr(layer_speed, "STEPS", 1)
-        patch.setattr(layer_speed, "LONGEST", 256)
+        patch.setattr(model_speed, "ROUNDS", 1)
+        patch.setattr(model_speed, "STEPS", 1)
+        patch.setattr(model_speed, "LONGEST", 256)
         yield

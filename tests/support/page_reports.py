@@ -11,12 +11,9 @@ def bucket(start: int, end: int, teacher: float, student: float) -> dict[str, An
     return {"from": start, "to": end, "targets": 9, **figures, "student_minus_same_bytes": difference}
 
 
-def heads(scale: float, inputs: str) -> dict[str, Any]:
-    rows = [
-        {"layer": layer, "error": [scale * (1 + head) / 5 for head in range(4)], "half_life": [50.0, 200_000.0 * scale]}
-        for layer in (0, 1)
-    ]
-    return {"inputs": inputs, "layers": rows}
+def heads(scale: float) -> dict[str, Any]:
+    rows = [{"layer": layer, "error": [scale * (1 + head) / 5 for head in range(4)]} for layer in (0, 1)]
+    return {"inputs": "the built-in sentences", "layers": rows}
 
 
 LAYER = {
@@ -31,25 +28,17 @@ QUALITY = {
         "trained_length": 512, "length": 2048, "ended_by": "the text", "windows": 12,
         "buckets": [bucket(0, 64, 2.1, 2.1), bucket(64, 512, 1.40, 1.42), bucket(512, 2048, 5.4, 1.41)],
     },
-    "recall": {"counted_tokens": 9, "buckets": [bucket(56, 128, 1.46, 1.51), bucket(128, 512, 1.8, 1.9)]},
-    "generation": [],
-    "samples": [
-        {
-            "prompt": "Once upon a time", "same": " there was a",
-            "original": {"first": " girl", "rest": " who"}, "student": {"first": " boy", "rest": " named"},
-        },
-        {
-            "prompt": "The end", "same": " of it all.",
-            "original": {"first": "", "rest": ""}, "student": {"first": "", "rest": ""},
-        },
-    ],
-    "heads": heads(0.2, "the built-in sentences"),
+    "recall_teacher": 0.31, "recall": 0.29,
+    "heads": heads(0.2),
     "speed": {
-        "curve": [
-            {"length": 128, "seconds": 2e-3, "softmax_seconds": 1e-3},
-            {"length": 1024, "seconds": 4e-3, "softmax_seconds": 8e-3},
-        ],
-        "faster_from": 1024, "dtype": "float32", "heads": 4, "head_dim": 8, "threads": 1,
+        "model": {
+            "reading": [
+                {"length": 128, "seconds": 2e-3, "softmax_seconds": 1e-3},
+                {"length": 1024, "seconds": 4e-3, "softmax_seconds": 12e-3},
+            ],
+            "writing": [{"length": 128, "seconds": 2e-3, "softmax_seconds": 1e-3}],
+        },
+        "dtype": "float32", "threads": 1,
     },
 }  # fmt: skip
 REPORT: dict[str, Any] = {
@@ -57,7 +46,7 @@ REPORT: dict[str, Any] = {
     "num_layers": 2, "layers": [LAYER, {**LAYER, "layer": 1}], "state_bytes": 139_000,
     "weights": {"total": 1000, "new": 60}, "dropped_features": ["position_bias"],
     "tensors": {"dropped": [{"source": "dropped.weight", "target": None, "shape": [3, 4], "dtype": "float32"}]},
-    "checks": {"student_against_teacher": {"top1_agreement": 0.5}, "heads": heads(1.0, "the built-in sentences")},
+    "checks": {"student_against_teacher": {"top1_agreement": 0.5}, "heads": heads(1.0)},
     "max_length": 512,
     "command": ["--model_name_or_path", "org/tiny", "--preset", "default", "--train_file", "a.jsonl"],
     "quality": QUALITY,

@@ -10,32 +10,14 @@ Figures by position show whether a state is useful beyond the window of a `hybri
 Positions count the tokens in a window of text from 0. For the latter, the text is cut into windows that do not overlap;
 each holds BOS and as many tokens as fit. So different buckets of positions hold different tokens, and models are
 compared within a bucket, token by token.
-
-Recall by distance: nats of targets that end a 4-gram which is rare in training, but occurred before in the context.
-
-    context   ... the old grey | heron ...  (d tokens)  ... the old grey | heron
-                                 ^ seen d tokens back                      ^ the target
-
-Only the context tells how such a 4-gram ends, so a model that has forgotten it has high nats on these targets. Mean
-nats hardly show it, because they are a few per cent of all targets.
-
-Figures of the text that a student generates: its agreement with the teacher, and how likely the teacher finds it.
-
-    agreement   greedily generated tokens before the first that the teacher would not have generated
-    nats        nats of the teacher on the student's samples and on its own; high if the student loses the thread
-    repeated    share of the 4-grams in a sample that occurred before in it; high if the student repeats itself
-
-The teacher reads samples in overlapping windows of its trained length (`data/packing.py`), for which it was trained.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +28,6 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.logs import progress
-from hf_linear_attention.attention.transformers_internals import cache_among, cache_argument
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, entries_of
 from hf_linear_attention.mechanisms.window import WindowAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
@@ -63,14 +44,6 @@ TIMES_TRAINED = 8
 BATCH_TOKENS = 4096
 # The largest number of rows that a table of learned positions has in addition to its positions.
 EXTRA_ROWS = 8
-ORDER = 4
-# A 4-gram that occurs more often in the training text can be known without the context.
-MOST_IN_TRAINING = 20
-# With fewer targets, the share of the gap would be noise.
-FEWEST_TARGETS = 100
-FIRST_DISTANCE = 56
-
-Gram = tuple[int, ...]
 
 
 @contextlib.contextmanager
@@ -298,182 +271,3 @@ def paired_difference(mine: Tensor, other: Tensor) -> dict[str, float]:
     difference = mine - other
     error = difference.std().item() / math.sqrt(len(difference)) if len(difference) > 1 else math.nan
     return {"mean": difference.mean().item(), "standard_error": error}
-
-
-def repeats(examples: Examples) -> list[tuple[Gram, int]]:
-    """For every target, in the order of `nats_of`: its 4-gram, and the distance to the last occurrence in the context.
-
-    The 4-gram is the one that the target ends. The distance is in tokens, and 0 if the context does not have it.
-    """
-    found: list[tuple[Gram, int]] = []
-    for index in progress(range(len(examples)), "measuring"):
-        example = examples[index]
-        tokens, labels = (list(map(int, example[name])) for name in ("input_ids", "labels"))
-        last: dict[Gram, int] = {}
-        for place in range(1, len(tokens)):
-            gram = tuple(tokens[max(0, place - ORDER + 1) : place + 1])
-            if labels[place] != IGNORED:
-                found.append((gram, place - last[gram] if gram in last else 0))
-            if len(gram) == ORDER:
-                last[gram] = place
-    return found
-
-
-def grams_in(documents: Iterable[Iterable[int]], wanted: set[Gram]) -> Counter[Gram]:
-    """The number of occurrences of each of the `wanted` 4-grams in documents of token ids."""
-    counts: Counter[Gram] = Counter()
-    for document in progress(documents, "counting"):
-        tokens = list(map(int, document))
-        shifted = (tokens[start:] for start in range(ORDER))
-        counts.update(gram for gram in zip(*shifted) if gram in wanted)
-    return counts
-
-
-def recall_distances(found: list[tuple[Gram, int]], training: Iterable[Iterable[int]]) -> Tensor:
-    """The distances `[targets]` of `repeats`, with 0 for 4-grams that are not rare in the training documents."""
-    counts = grams_in(training, {gram for gram, distance in found if distance})
-    return torch.tensor([distance if counts[gram] <= MOST_IN_TRAINING else 0 for gram, distance in found])
-
-
-def distance_edges(length: int) -> list[int]:
-    """The edges of the buckets of distances: 56, 128 and its doubles, and the length of the windows."""
-    if length <= FIRST_DISTANCE:
-        return []
-    return [FIRST_DISTANCE, *(2**power for power in range(7, length.bit_length()) if 2**power < length), length]
-
-
-def recall_buckets(
-    distance: Tensor, nats: Mapping[str, Tensor], edges: list[int], control: str
-) -> list[dict[str, Any]]:
-    """The means of `nats`, `[targets]` by model, over targets whose `distance` `[targets]` is between the edges.
-
-    `closed` is the share of the gap between `control` and teacher that the student has closed; it is None if there are
-    few targets or no gap.
-    """
-    buckets = []
-    for bucket, _ in _buckets(distance, nats, edges):
-        if control in nats:
-            gap = bucket[control] - bucket["teacher"]
-            is_known = bucket["targets"] >= FEWEST_TARGETS and gap > SMALLEST_GAP
-            bucket["closed"] = (bucket[control] - bucket["student"]) / gap if is_known else None
-        buckets.append(bucket)
-    return buckets
-
-
-LENGTHS = (1, 4)  # in multiples of the trained length
-# These limit the decoding steps per model and length. Small models need seconds on a CPU.
-SAMPLES, MAX_SAMPLED, MAX_GREEDY = 8, 1024, 64
-
-Choice = Callable[[Tensor], Tensor]
-
-
-def generation_figures(
-    teacher: PreTrainedModel,
-    student: PreTrainedModel,
-    stream: Tokens,
-    bos_token_id: int | None,
-    trained_length: int,
-    longest: int,
-) -> list[dict[str, Any]]:
-    """Figures at 1 and 4 times the trained length, but at most `longest` tokens.
-
-    The first half is held-out text from `stream`; the second half, at most 1,024 tokens, is generated.
-    """
-    figures = []
-    for length in dict.fromkeys(min(times * trained_length, longest, len(stream)) for times in LENGTHS):
-        if length < 2 * ORDER:
-            continue
-        count = min(length // 2, MAX_SAMPLED)
-        prompts = _prompts(stream, length - count, bos_token_id).to(student.device)
-        greedy = min(count, MAX_GREEDY)
-        row: dict[str, Any] = {"length": length, "sampled": count, "samples": len(prompts), "greedy": greedy}
-        row["agreement_length"] = agreement_length(teacher, prompts, continued(student, prompts, greedy, _likeliest))
-        for name, model in (("student", student), ("teacher", teacher)):
-            samples = continued(model, prompts, count, drawn(seed=0))
-            row[f"teacher_on_{name}"] = nats_of_samples(teacher, prompts, samples, bos_token_id, trained_length)
-            row[f"repeated_{name}"] = repeated_share(samples.tolist())
-        figures.append(row)
-    return figures
-
-
-def _prompts(stream: Tokens, length: int, bos_token_id: int | None) -> Tensor:
-    """Prompts `[samples, length]` that are spread evenly over the text; none occurs twice."""
-    body = length - (bos_token_id is not None)
-    starts = sorted({round(number * (len(stream) - body) / SAMPLES) for number in range(SAMPLES)})
-    rows = np.stack([stream[start : start + body] for start in starts])
-    if bos_token_id is not None:
-        rows = np.concatenate([np.full((len(rows), 1), bos_token_id), rows], axis=1)
-    return torch.from_numpy(rows.astype(np.int64))
-
-
-def _likeliest(logits: Tensor) -> Tensor:
-    return logits.argmax(-1)
-
-
-def drawn(seed: int) -> Choice:
-    """A function that draws tokens from the softmax of logits `[B, V]`.
-
-    The noise does not depend on the logits (the Gumbel trick), so that equal models generate equal samples.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(logits: Tensor) -> Tensor:
-        uniform = torch.rand(logits.shape, generator=generator, dtype=torch.float64).clamp(min=1e-300)
-        return (logits.double() - (-uniform.log()).log().to(logits.device)).argmax(-1)
-
-    return draw
-
-
-@torch.no_grad()
-def continued(model: PreTrainedModel, prompts: Tensor, count: int, choose: Choice) -> Tensor:
-    """`count` tokens after each of the prompts `[B, N]`, chosen from logits `[B, V]`; end tokens are not special."""
-    ids, cache, chosen = prompts, None, []
-    for _ in progress(range(count), "writing"):
-        past = cache_argument(model, cache) | last_logits(model, 1)
-        outputs = model(input_ids=ids, use_cache=True, **past)
-        ids, cache = choose(outputs.logits[:, -1].float())[:, None], cache_among(outputs.values())
-        chosen.append(ids)
-    return torch.cat(chosen, dim=1)
-
-
-def last_logits(model: PreTrainedModel, count: int) -> dict[str, int]:
-    """The keyword for computing only the last `count` logits, if the model has it."""
-    has_it = "logits_to_keep" in inspect.signature(model.forward).parameters
-    return {"logits_to_keep": count} if has_it else {}
-
-
-@torch.no_grad()
-def agreement_length(teacher: PreTrainedModel, prompts: Tensor, written: Tensor) -> float:
-    """The mean number of tokens in `written` before the first that is not the most likely one of the teacher.
-
-    Args:
-        prompts: [B, N].
-        written: the tokens after each prompt, [B, M].
-    """
-    ids = torch.cat((prompts, written), dim=1)
-    logits = ByRow(teacher).rows({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    numbers = logits.all().view(ids.shape)[:, prompts.shape[1] - 1 : -1].flatten()
-    likeliest = logits.read(numbers, lambda some, part: some.argmax(-1)).view(written.shape)
-    return (likeliest == written).long().cumprod(dim=1).sum(dim=1).double().mean().item()
-
-
-def nats_of_samples(
-    teacher: PreTrainedModel, prompts: Tensor, samples: Tensor, bos_token_id: int | None, trained_length: int
-) -> float:
-    """The mean nats per token of the teacher on samples `[B, M]` after their prompts `[B, N]`."""
-    found = []
-    for prompt, sample in zip(prompts.cpu(), samples.cpu(), strict=True):
-        stream = torch.cat((prompt, sample)).numpy()[bos_token_id is not None :]
-        windows = StreamWindows(stream, trained_length, bos_token_id)
-        nats = nats_of(teacher, batches_of(windows, trained_length, 0))
-        found.append(nats[-samples.shape[1] :])
-    return torch.cat(found).mean().item()
-
-
-def repeated_share(samples: list[list[int]]) -> float:
-    """The share of the 4-grams in a sample that occurred before in it, averaged over the samples."""
-    shares = []
-    for tokens in samples:
-        grams = list(zip(*(tokens[start:] for start in range(ORDER))))
-        shares.append(1 - len(set(grams)) / len(grams))
-    return float(np.mean(shares))

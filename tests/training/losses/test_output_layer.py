@@ -266,9 +266,6 @@ WORK = {
     "evaluation": evaluated,
     "recall": recalled,
     "scores": lambda student, teacher, batch: retention.score(teacher, student, [batch]),
-    "agreement": lambda student, teacher, batch: retention.agreement_length(
-        teacher, batch["input_ids"][:, :32], batch["input_ids"][:, 32:]
-    ),
     "verification": lambda student, teacher, batch: compare_outputs(student, None),
     "layers": lambda student, teacher, batch: rank_layers(student, teacher, [batch]),
 }
