@@ -99,8 +99,10 @@ def page_of(report: Report, runs: Runs, config: Mapping[str, Any], name: str) ->
 
 def rendered(name: str, title: str, lead: Iterable[str], sections: Iterable[Section], footer: str) -> str:
     """The template, filled in; every text is escaped."""
-    options = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
-    template = jinja2.Environment(autoescape=True, **options).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(name=name, headline=title, lead=lead, sections=sections, footer=footer) + "\n"
 
 
@@ -194,8 +196,9 @@ def plot_by_position(positions: Mapping[str, Any]) -> Markup | None:
     buckets, trained = positions["buckets"], positions["trained_length"]
     middles = [math.sqrt(max(part["from"], part["to"] / 4) * part["to"]) for part in buckets]
     colours = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    options = {"svg.fonttype": "none", "svg.hashsalt": PAGE, "axes.spines.top": False, "axes.spines.right": False}
-    with rc_context({**options, **dict.fromkeys(colours, INK)}):
+    options: Any = {"svg.fonttype": "none", "svg.hashsalt": PAGE, "axes.spines.top": False, "axes.spines.right": False}
+    options |= dict.fromkeys(colours, INK)
+    with rc_context(options):
         figure = Figure(figsize=(6, 3.4), layout="constrained", facecolor="none")
         axes = figure.add_subplot(facecolor="none", xscale="log", xlabel="position of the token")
         axes.set_ylabel("nats per token (lower is better)")

@@ -96,7 +96,7 @@ def evaluate(arguments: EvaluationArguments) -> str:
     Raises:
         UsageError: if there is no converted model that could be measured.
     """
-    check_text_file("validation_file", arguments.validation_file, instead=MESSAGES)
+    check_text_file("validation_file", str(arguments.validation_file), instead=MESSAGES)
     if arguments.controls == "healed":
         raise UsageError("`--controls healed` trains a window as `convert --preset` does; this command trains nothing")
     folder = Path(arguments.model_name_or_path).expanduser().resolve()
