@@ -4,20 +4,18 @@
 The definitions that the configs need become `configuration_linear_attention.py`, and the others that the checkpoint's
 mechanisms need `modeling_linear_attention.py`. They are copied as they are written, comments included, in the order of
 the imports. Of the tables in `TABLES` only the rows of the checkpoint's own settings are kept, and what only other rows
-use is left out. Lines that end in one of the comments in `needs_of` are left out where the model does not need them.
+use is left out.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .configuration_linear_attention import CODE_FILES, LICENCE_LINE, can_generate, entries_of, is_causal_config
-from .mechanisms.options import OWN
+from .configuration_linear_attention import CODE_FILES, LICENCE_LINE, entries_of
 
 
 ROOT = Path(__file__).parent
@@ -40,12 +38,6 @@ and reads these settings, it serves the checkpoint instead, with its kernels.
 """
 '''
 HEADING = "# " + "-" * 20 + " {} " + "-" * 20
-# Mechanisms whose bidirectional form consists of causal sweeps.
-SWEEPING = ("aft", "hybrid")
-MARKS = (
-    r"(?m)  # of (decoders|causal layers|encoders|cross-attention|gates|exact keys"
-    r"|stock forms)$"
-)
 Rows = tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -72,33 +64,15 @@ Key = tuple[Module, Statement]
 def checkpoint_code(config: Any) -> dict[str, str]:
     """`{file: text}` of the code for a model with this `Linear<X>Config`."""
     entries = entries_of(config.linear_attention)
-    left_out = tuple(mark for mark, is_needed in needs_of(config).items() if not is_needed)
     kept = {table: {entry[name] for entry in entries if name in entry} for table, name in TABLES.items()}
     if config.linear_attention_classes is not None:
         kept["ADAPTERS"] = set(config.linear_attention_classes)
-    return _files(left_out, tuple((table, tuple(sorted(rows))) for table, rows in kept.items()))
-
-
-def needs_of(config: Any) -> dict[str, bool]:
-    """For each comment that marks lines of the ring, whether a model with this config needs them."""
-    entries, classes = entries_of(config.linear_attention), config.linear_attention_classes
-    directions = {direction for found in (classes or {}).values() for direction in found}
-    is_unknown, is_causal = classes is None, is_causal_config(config, config.stock_model_type)
-    sweeps = any(entry["mechanism"] in SWEEPING for entry in entries)
-    return {
-        "of decoders": can_generate(config),
-        "of causal layers": is_unknown or is_causal or sweeps or bool(directions - {"bidirectional"}),
-        "of encoders": is_unknown or not is_causal or "bidirectional" in directions,
-        "of cross-attention": any(entry["cross_attention"] for entry in entries),
-        "of gates": any(entry.get("decay") == "gated" or entry.get("input_gate") for entry in entries),
-        "of stock forms": any("form" in entry and entry["form"] != OWN for entry in entries),
-        "of exact keys": any(entry.get("num_exact_keys") for entry in entries),
-    }
+    return _files(tuple((table, tuple(sorted(rows))) for table, rows in kept.items()))
 
 
 @functools.lru_cache(maxsize=8)
-def _files(left_out: tuple[str, ...], rows: Rows) -> dict[str, str]:
-    ring = _ring(left_out, dict(rows))
+def _files(rows: Rows) -> dict[str, str]:
+    ring = _ring(dict(rows))
     of_configs = _reached(ring, ENTRIES[0], ())
     of_models = _reached(ring, ENTRIES[1], of_configs)
     shared = {name for key in of_models for name in _used_from(ring, key, of_configs)}
@@ -109,7 +83,7 @@ def _files(left_out: tuple[str, ...], rows: Rows) -> dict[str, str]:
     return dict(zip(CODE_FILES, texts))
 
 
-def _ring(left_out: Collection[str], rows: dict[str, tuple[str, ...]]) -> dict[str, Module]:
+def _ring(rows: dict[str, tuple[str, ...]]) -> dict[str, Module]:
     """The modules that the entry files import, each after those that it imports."""
     ring: dict[str, Module] = {}
 
@@ -118,9 +92,7 @@ def _ring(left_out: Collection[str], rows: dict[str, tuple[str, ...]]) -> dict[s
             return
         path = ROOT.joinpath(*name.split(".")).with_suffix(".py")
         text = path.read_text(encoding="utf-8")
-        if left_out:
-            text = re.sub(rf"(?m)^.*  # ({'|'.join(left_out)})\n", "", text)
-        module = _parsed(name, re.sub(MARKS, "", text), tuple(row for row in rows.items() if row[0] in text))
+        module = _parsed(name, text, tuple(row for row in rows.items() if row[0] in text))
         for other, _ in module.imported.values():
             visit(other)
         ring[name] = module

@@ -39,10 +39,10 @@ from .attention.architectures import (
 from .attention.layer import (
     IMPLEMENTATION,
     LinearizedAttention,
-    LinearizedCrossAttention,  # of cross-attention
+    LinearizedCrossAttention,
     check_softmax_cache,
 )
-from .attention.long_inputs import divide_long_inputs  # of decoders
+from .attention.long_inputs import divide_long_inputs
 from .attention.masks import linear_attention_mask
 from .attention.transformers_internals import (
     ModelHooks,
@@ -268,9 +268,9 @@ def _convert_layers(
         child = MECHANISMS[settings["mechanism"]](settings, shape)
         if child.needs_gates:
             refuse_without_hidden_states(module, layer, needed, settings["mechanism"])
-        for projection in child.replaced_projections:  # of stock forms
-            if hasattr(module, projection):  # of stock forms
-                getattr(module, projection).requires_grad_(False)  # of stock forms
+        for projection in child.replaced_projections:
+            if hasattr(module, projection):
+                getattr(module, projection).requires_grad_(False)
         if first is not None:
             child.share_with(first)
         first = first or child
@@ -301,7 +301,7 @@ def reset_mechanisms(model: Any) -> None:
             # Random matrices that a checkpoint has replaced already need not be drawn.
             if not all(map(is_loaded, tensors)):
                 module.linear_attention.reset_parameters()
-                module.linear_attention.start_from(module)  # of stock forms
+                module.linear_attention.start_from(module)
 
 
 @contextlib.contextmanager
@@ -372,7 +372,7 @@ def linear_model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # transformers and its users inspect the arguments of a model class (`add_pooling_layer`, `use_mask_token`).
     initialize.__signature__ = inspect.signature(stock.__init__)
     model_class.__init__ = initialize
-    divide_long_inputs(model_class, linear_attention_modules)  # of decoders
+    divide_long_inputs(model_class, linear_attention_modules)
     model_class.forward = explained(model_class.forward)
     _copy_checkpoint_conversion(stock, model_class)
     return model_class

@@ -18,11 +18,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..mechanisms.base import MechanismInputs
 from ..torch_kernels.blocks import is_tracing
 from .cache import (
-    LinearAttentionStateLayer,  # of decoders
-    Tokens,  # of decoders
+    LinearAttentionStateLayer,
+    Tokens,
     refuse_linear_layer,
-    refuse_other_softmax_rows,  # of decoders
-    state_layer,  # of decoders
+    refuse_other_softmax_rows,
+    state_layer,
 )
 from .masks import attend_packed, linear_attention_mask, read_mask
 from .transformers_internals import (

@@ -127,8 +127,8 @@ class AttentionMechanism(MechanismOptions, nn.Module):
     def reset_parameters(self) -> None:
         """Initialise the parameters and buffers that no checkpoint has filled; equal seeds give equal values."""
 
-    def start_from(self, attention: nn.Module) -> None:  # of stock forms
-        """Initialise what starts from the weights of the layer, which are there now."""  # of stock forms
+    def start_from(self, attention: nn.Module) -> None:
+        """Initialise what starts from the weights of the layer, which are there now."""
 
     def calibrate(self, inputs: MechanismInputs) -> None:
         """Fit constants (persistent buffers) to real queries and keys, once; most mechanisms have none."""

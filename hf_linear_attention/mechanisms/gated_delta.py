@@ -34,7 +34,7 @@ from ..torch_kernels.blocks import accumulated, accumulation_dtype, project_head
 from ..torch_kernels.delta import gated_delta, unit_length
 from .base import AttentionMechanism, LayerShape, MechanismInputs, State, gather_tokens, inverse_order, real_first
 from .options import QWEN3_5, GatedDeltaOptions
-from .qwen3_5 import Qwen35Rule  # of stock forms
+from .qwen3_5 import Qwen35Rule
 from .token_gates import INITIAL_SLOPE, ForgetGate, SigmoidGate, hidden_size_of, scaled
 
 
@@ -87,9 +87,9 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
             decay=settings["decay"],
             erases=settings["erase"],
         )
-        if self.is_qwen3_5:  # of stock forms
-            self.rule, sizes = Qwen35Rule(shape), ((heads, size),) * 3  # of stock forms
-            self.replaced_projections = ("q_proj", "k_proj", "v_proj")  # of stock forms
+        if self.is_qwen3_5:
+            self.rule, sizes = Qwen35Rule(shape), ((heads, size),) * 3
+            self.replaced_projections = ("q_proj", "k_proj", "v_proj")
         if self.conv_size:
             self.convolutions.extend(ShortConvolution(*each, self.conv_size) for each in sizes)
         self.absorbs_queries = bool(self.conv_size) and not self.is_qwen3_5
@@ -103,10 +103,10 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
         for convolution in convolutions:
             convolution.reset_parameters()
 
-    def start_from(self, attention: Any) -> None:  # of stock forms
-        """Start the form of Qwen3.5 with the layer's own projections."""  # of stock forms
-        if self.is_qwen3_5:  # of stock forms
-            self.rule.start_from(attention)  # of stock forms
+    def start_from(self, attention: Any) -> None:
+        """Start the form of Qwen3.5 with the layer's own projections."""
+        if self.is_qwen3_5:
+            self.rule.start_from(attention)
 
     def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What follows from the hidden state of every token, see `DeltaRule` and `Qwen35Rule`."""
@@ -129,8 +129,8 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
             raise ValueError("`gated_delta` is causal and needs `gates`; compute them with the method of that name.")
         sums, *tails = state or (None,)
         dtype = inputs.query.dtype
-        if self.is_qwen3_5:  # of stock forms
-            inputs = self.rule.projected(inputs)  # of stock forms
+        if self.is_qwen3_5:
+            inputs = self.rule.projected(inputs)
         if self.conv_size:
             (query, key, value), tails = self._convolved(inputs[:3], tails, inputs.attention_mask)
             inputs = inputs._replace(query=query, key=key, value=value)

@@ -46,7 +46,7 @@ from ..torch_kernels.blocks import (
     sized_step,
     with_dtype,
 )
-from ..torch_kernels.exact_keys import NEVER, Kept, choose, chunks_of, kept_after, part_of  # of exact keys
+from ..torch_kernels.exact_keys import NEVER, Kept, choose, chunks_of, kept_after, part_of
 from ..torch_kernels.implementations import implemented
 from ..torch_kernels.window import Part, join, joined_output, log_size
 from .base import LayerShape, MechanismInputs, State

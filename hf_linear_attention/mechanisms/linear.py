@@ -21,7 +21,7 @@ from ..torch_kernels.blocks import EXP, KernelMap, is_eager, is_free, read_state
 from ..torch_kernels.implementations import implemented
 from .base import AttentionMechanism, LayerShape, MechanismInputs, OutputParts, State, mask_chunks
 from .options import LinearOptions
-from .token_gates import TOKENS_PER_PART, faded, gates_of, with_key_exponents  # of gates
+from .token_gates import TOKENS_PER_PART, faded, gates_of, with_key_exponents
 
 
 # The number of features per step on a CPU: 4 MB in float32.

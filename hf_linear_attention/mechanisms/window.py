@@ -213,8 +213,8 @@ class WindowAttention(WindowOptions, AttentionMechanism):
             self._refuse_numbers(inputs.is_causal, state)
         if not query.shape[2]:
             return self._nothing(inputs, state)
-        if not inputs.is_causal:  # of encoders
-            return attend_both_ways(self, inputs), None  # of encoders
+        if not inputs.is_causal:
+            return attend_both_ways(self, inputs), None
         old = None
         if state:
             old = self.read(state)

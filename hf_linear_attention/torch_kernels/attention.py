@@ -30,7 +30,7 @@ from .blocks import (
     sized_step,
     with_dtype,
 )
-from .causal import CausalAttention, ElementwiseMap, causal_attention, scanned_attention  # of causal layers
+from .causal import CausalAttention, ElementwiseMap, causal_attention, scanned_attention
 from .implementations import implemented
 
 
