@@ -29,16 +29,6 @@ def test_text_generation(name, folders):
         assert result["generated_text"] == tokenizer.decode(new, skip_special_tokens=True)
 
 
-def test_fill_mask(folders):
-    fill = pipe("fill-mask", folders["bert"])
-    texts = [f"{text} <mask>" for text in TEXTS]
-    alone, batched = fill(texts, batch_size=1), fill(texts, batch_size=3)
-    for one, other in zip(alone, batched):
-        assert [guess["token"] for guess in one] == [guess["token"] for guess in other]
-        # float32 sums in other shapes
-        assert [guess["score"] for guess in one] == pytest.approx([guess["score"] for guess in other], rel=1e-4)
-
-
 def test_text_classification(folders):
     classify = pipe("text-classification", folders["classifier"])
     alone, batched = classify(TEXTS, batch_size=1), classify(TEXTS, batch_size=3)

@@ -23,13 +23,6 @@ def build(variant: str):
     return mechanism_of({"mechanism": "aft", "variant": variant, **VARIANTS[variant]}, max_length=40)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_constant_values_come_out_as_the_gate(variant):
-    query, key, value = qkv(20)
-    output, _ = attend(build(variant), query, key, torch.ones_like(value), is_causal=False)
-    torch.testing.assert_close(output.transpose(1, 2), query.sigmoid(), rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("variant", "is_causal"), [*((name, causal) for name in VARIANTS for causal in (False, True))][:-1]
 )

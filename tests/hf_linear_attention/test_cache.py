@@ -144,7 +144,7 @@ def test_an_encoder_decoder(cross):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["linear", "performer", "hybrid"])
+@pytest.mark.parametrize("name", ["linear", "hybrid"])
 def test_the_state_of_another_mechanism_is_refused(name, other):
     cache = cache_of(read(convert(stock_model("llama"), **other), IDS[:, :5]))
     said = r"with the state of \w+Attention\(.*\) in a layer of \w+Attention\(.*\)\."

@@ -147,10 +147,7 @@ def test_vmap(row):
                 assert relative_error(part, exact(row, mechanism, *given, mask, is_causal)) < 1e-5
 
 
-ROWS_WITH_DERIVATIVES = ["linear-elu1", "linear-exp", "linear-hedgehog", "performer", "hybrid", "hybrid-exact-keys"]
-
-
-@pytest.mark.parametrize("row", ROWS_WITH_DERIVATIVES)
+@pytest.mark.parametrize("row", ["linear-elu1", "linear-hedgehog", "hybrid-exact-keys"])
 def test_functional_derivatives(row):
     mechanism, inputs = build_mechanism(row), qkv(9)
     wide, tangents = tuple(x.double() for x in inputs), tuple(qkv(9, seed=1))
@@ -173,7 +170,7 @@ class Layer(torch.nn.Module):
         return attend(self.mechanism, *given, is_causal=self.is_causal)[0]
 
 
-@pytest.mark.parametrize("row", ["linear-gated", "hybrid", "gated_delta", "linformer-stretched"])
+@pytest.mark.parametrize("row", ["hybrid", "gated_delta"])
 @torch.no_grad()
 def test_export(row):
     """As operations of torch alone."""

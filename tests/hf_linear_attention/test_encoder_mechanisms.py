@@ -6,11 +6,10 @@ import oracles
 import pytest
 import reference
 import torch
-from matrix import SCALING, attend, build_mechanism, mechanism_of, padding, qkv, stock_config, stock_model
+from matrix import SCALING, attend, build_mechanism, mechanism_of, padding, qkv, stock_model
 
-from hf_linear_attention import LinearAttentionSettings, convert, convert_config
+from hf_linear_attention import LinearAttentionSettings, convert
 from hf_linear_attention.kernels import cpu as kernels_cpu
-from hf_linear_attention.mechanisms.linformer import mean_pool_matrix
 from hf_linear_attention.mechanisms.nystrom import iterative_pinv
 
 
@@ -29,12 +28,6 @@ def run(mechanism, query, key, value, mask=None):
 
 def softmax(query, key, value):
     return reference.attend(0.3 * query @ reference.repeat_heads(key, 4).transpose(-1, -2), value).transpose(1, 2)
-
-
-def test_mean_pool_matrix_averages():
-    pool = mean_pool_matrix(5, 13)
-    torch.testing.assert_close(pool.sum(1), torch.ones(5))
-    assert ((pool > 0).sum(0) == 1).all()
 
 
 @pytest.mark.parametrize(("sharing", "count"), [("none", 288), ("headwise", 24), ("key-value", 12), ("layerwise", 1)])
@@ -77,14 +70,10 @@ def test_each_layer_may_have_its_own_size():
     ("settings", "message"),
     [
         ({"projection": "mean-pool", "projection_sharing": "none"}, "`projection_sharing` = `none` has no effect"),
-        ({"projection": "mean-pool", "max_length": 64}, "`max_length` = `64` has no effect"),
-        ({"projection": "stretched", "seed": 1}, "`seed` = `1` has no effect with `projection` = `stretched`"),
         ({"projection_size": [7, 5]}, "has 2 values, but the model has 3 layers"),
         ({"projection_size": [7, 0, 5]}, r"at least 1 \(layer 1\)"),
-        ({"projection_size": [7, "5", 5]}, r"type int \(layer 1\)"),
         ({"projection_size": [7, 65, 5]}, "larger than the longest input, 64"),
         ({"projection_size": [7, 5, 5], "projection_sharing": "layerwise"}, "must be one number"),
-        ({"mechanism": "linformer_linear", "projection_size": 65}, "larger than the longest input, 64"),
         ({"mechanism": "nystrom", "conv_kernel_size": 4}, "`conv_kernel_size` = 4 must be odd"),
     ],
 )
@@ -96,12 +85,6 @@ def test_impossible_options_are_refused_by_name(settings, message):
 def test_an_input_that_is_too_long_says_what_to_do():
     with pytest.raises(ValueError, match=r"Got 9 positions.*`max_length` = 8.*--max_length"):
         run(build_mechanism("linformer-headwise", max_length=8).double(), *inputs(9))
-
-
-def test_one_slot_a_token_is_linear_attention():
-    expected = run(build("linear", feature_map="hedgehog"), *inputs(20))
-    mechanism = build("linformer_linear", 20, projection_size=20, feature_map="hedgehog")
-    torch.testing.assert_close(run(mechanism, *inputs(20)), expected)
 
 
 def test_what_starts_at_0_can_be_learned():
@@ -125,27 +108,6 @@ def test_layers_and_seeds_start_from_different_latents():
     assert len({latents.flatten()[0].item() for latents in found}) == 6
 
 
-def test_causal_models_are_refused():
-    for settings in ({"mechanism": "latent"}, {"mechanism": "nystrom"}):
-        with pytest.raises(ValueError, match="` has no causal form, which `llama` needs"):
-            convert_config(stock_config("llama"), **settings)
-
-
-@pytest.mark.parametrize("length", [1, 11, 12])
-def test_rows_of_at_most_as_many_tokens_as_landmarks_are_exact(length):
-    mechanism, (query, key, value) = build("nystrom", num_landmarks=12), inputs(length)
-    expected = softmax(query, key, value)
-    torch.testing.assert_close(run(mechanism, query, key, value), expected)
-    # the same row among padding, so that the batch is longer than the landmarks
-    places = torch.randperm(30)[:length].sort().values
-    mask = torch.zeros(2, 30, dtype=torch.bool)
-    mask[0, places], mask[1] = True, True
-    padded = inputs(30, batch=2)
-    for whole, part in zip(padded, (query, key, value)):
-        whole[0][:, places] = part[0]
-    torch.testing.assert_close(run(mechanism, *padded, mask=mask)[:1, places], expected)
-
-
 def test_the_formula_itself_is_near_exact_with_as_many_landmarks_as_tokens():
     """Landmarks that are the tokens give A Z A V, and Z tends to the pseudo-inverse of A, of singular ones too."""
     query, key, value = inputs(12, std=1.0)
@@ -164,14 +126,12 @@ def test_the_formula_itself_is_near_exact_with_as_many_landmarks_as_tokens():
 
 # Up to two windows of 8 torch computes all weights, and up to four without kernels; then one kernel, or blocks of 64.
 @pytest.mark.parametrize("has_kernels", [True, False])
-@pytest.mark.parametrize("kind", ["none", "left", "right", "interior", "nothing"])
-@pytest.mark.parametrize("length", [1, 8, 9, 16, 17, 50, 150])
+@pytest.mark.parametrize("kind", ["interior", "nothing"])
+@pytest.mark.parametrize("length", [8, 16, 17, 50, 150])
 def test_windows_of_encoders(length, kind, has_kernels, monkeypatch):
     if not has_kernels:
         monkeypatch.setattr(kernels_cpu, "library", lambda: None)
-    mask = padding(length, "none" if kind == "nothing" else kind)
-    if kind == "nothing":
-        mask = torch.tensor([[True], [False]]).expand(2, length)
+    mask = torch.tensor([[True], [False]]).expand(2, length) if kind == "nothing" else padding(length, kind)
     for sinks in (0, 1, 3):
         mechanism = mechanism_of({"mechanism": "window", "window_size": 8, "num_sinks": sinks})
         given = [x.requires_grad_() for x in qkv(length, std=2.0)]

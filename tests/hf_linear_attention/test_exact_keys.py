@@ -82,23 +82,10 @@ def test_it_needs_the_scores():
         attend(mechanism, *qkv(9))
 
 
-def test_encoders_refuse_it_by_name():
-    with pytest.raises(ValueError, match="with `num_exact_keys` = 3 has no bidirectional form"):
-        convert(stock_model("bert"), **SETTINGS)
-
-
-def test_alibi_refuses_it_by_name():
-    model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
-    with pytest.raises(ValueError, match="with `num_exact_keys` = 3 has no alibi form"):
-        convert(model, **SETTINGS)
-
-
 LONG = {"mechanism": "hybrid", "window_size": 5, "num_sinks": 2, "num_exact_keys": 19, "num_features": 8}
 LAYERS = [
-    {},
     {"decay": "learned", "feature_map": "hedgehog", "num_exact_keys": 40},
     {"rope": "partial", "rope_frequencies": 1, "trained_length": 30, "decay": "learned"},
-    {"num_sinks": 0, "window_size": 1, "num_exact_keys": 1, "trained_length": 64},
 ]
 PARTS = ([133], [70, 1, 1, 61], [20, 53, 1, 59])  # single tokens behind all padding
 
@@ -106,7 +93,7 @@ PARTS = ([133], [70, 1, 1, 61], [20, 53, 1, 59])  # single tokens behind all pad
 @torch.no_grad()
 @pytest.mark.skipif(library() is None, reason="the package was installed without its C kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["none", "left", "interior"])
+@pytest.mark.parametrize("kind", ["left", "interior"])
 @pytest.mark.parametrize("settings", LAYERS, ids=str)
 def test_c_keeps_what_torch_keeps_and_either_goes_on_where_the_other_stopped(settings, kind, dtype, monkeypatch):
     mechanism = move(mechanism_of({**LONG, **settings}, head_dim=16, rotary=Rotary((1.0, 0.03)), is_causal=True))

@@ -6,52 +6,22 @@ import pytest
 import torch
 from architectures import tiny_model
 from caches import cache_of, past
-from matrix import attend, build_mechanism, hidden_states_of, mechanism_of, move, qkv, stock_config, stock_model
+from matrix import attend, build_mechanism, hidden_states_of, mechanism_of, move, qkv, stock_model
 from oracles import exact
-from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.architectures import attention_modules, refuse_without_hidden_states
 from hf_linear_attention.attention_observation import observe_attention
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.conversion.plan import state_bytes
-from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.mechanisms import linear as mechanism_linear
 from hf_linear_attention.mechanisms.base import LayerShape
 from hf_linear_attention.mechanisms.gated_delta import GatedDeltaAttention
 from hf_linear_attention.mechanisms.token_gates import INITIAL_SLOPE
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.torch_kernels.delta import gated_delta
 
 
 def build(**settings):
     return mechanism_of({"mechanism": "gated_delta", **settings}, is_causal=True)
-
-
-def test_it_is_the_rule_of_qwen3_next():
-    """Of transformers' own fallback, which also takes keys of length 1 and scales queries."""
-    query, key, value = (torch.randn(2, 4, 33, 16) for _ in range(3))
-    log_decay, beta = -torch.rand(2, 4, 33), torch.rand(2, 4, 33)
-    state = torch.randn(2, 4, 16, 16)
-    query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
-    theirs = [x.transpose(1, 2) for x in (query, key, value, log_decay, beta)]
-    expected = torch_recurrent_gated_delta_rule(*theirs, initial_state=state, output_final_state=True)
-    actual = gated_delta(query / 4, key, value, log_decay, beta, state=state)
-    # float32 sums in another order
-    torch.testing.assert_close(actual[0].transpose(1, 2), expected[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("erase", [True, False])
-def test_the_state_recalls_the_newest_value_of_a_key_or_the_sum_of_all(erase):
-    """With beta = 1, no decay and orthogonal keys, of which each comes twice."""
-    mechanism = build(decay="none", erase=erase)
-    key = torch.eye(8)[[*range(8), *range(8)]].expand(2, 2, -1, -1) * 3
-    value, query = torch.randn(2, 2, 16, 8), key[:, :1].expand(-1, 4, -1, -1)
-    output, _ = attend(mechanism, query, key, value, gates=torch.ones(2, 16, 2))
-    first, second = value[:, :, :8], value[:, :, 8:]
-    expected = torch.cat((first, second if erase else first + second), dim=2).repeat_interleave(2, dim=1)
-    torch.testing.assert_close(output.transpose(1, 2), expected, rtol=1e-4, atol=1e-5)  # lengths have an epsilon
 
 
 @pytest.mark.parametrize("decay", ["none", "head", "channel"])
@@ -85,20 +55,7 @@ def test_the_convolution_starts_as_the_identity_and_sees_only_its_tokens():
     assert difference.nonzero().flatten().tolist() == [7, 8, 9, 10]
 
 
-def test_its_state_is_as_large_as_a_conversion_says():
-    for settings in ({}, {"num_features": 12, "decay": "channel"}, {"conv_size": 3}):
-        model = convert(stock_model("llama"), mechanism="gated_delta", **settings)
-        with torch.no_grad():
-            cache = cache_of(model(torch.randint(3, 64, (1, 20)), use_cache=True))
-        modules = linear_attention_modules(model).values()
-        assert [layer.state_bytes() for layer in cache.layers] == [state_bytes(module) for module in modules]
-        floats = 2 * settings.get("num_features", 8) * 8 + (settings.get("conv_size", 1) - 1) * 8 * (4 + 2 + 2)
-        assert cache.layers[0].state_bytes() == 4 * floats
-
-
 def test_what_it_cannot_do_is_refused():
-    with pytest.raises(ValueError, match="`gated_delta` has no bidirectional form"):
-        convert_config(stock_config("bert"), mechanism="gated_delta")
     with pytest.raises(ValueError, match="`conv_size` = 1 would see no earlier token; use 0 or at least 2"):
         build(conv_size=1)
     with pytest.raises(ValueError, match="needs `gates`; compute them with the method of that name"):

@@ -4,25 +4,11 @@ from __future__ import annotations
 
 import reference
 import torch
-from matrix import attend, mechanism_of, qkv
+from matrix import mechanism_of, qkv
 
 
 def build(**settings):
     return mechanism_of({"mechanism": "hybrid", **settings})
-
-
-def test_sinks_are_the_first_real_tokens():
-    """With a window of 1 and values that name their token, only sinks, the window and the far part can show."""
-    mechanism = build(window_size=1, num_sinks=2)
-    mechanism.uses_far = False
-    query, key, value = torch.zeros(1, 4, 9, 8), torch.zeros(1, 2, 9, 8), torch.zeros(1, 2, 9, 9)
-    value[..., range(9), range(9)] = 1.0
-    mask = torch.tensor([[0, 0, 1, 0, 1, 1, 1, 1, 1]], dtype=torch.bool)
-    output, _ = attend(mechanism, query, key, value, mask)
-    expected = torch.zeros(9)
-    expected[[2, 4, 8]] = 1 / 3
-    torch.testing.assert_close(output[0, 8, 0], expected)
-    torch.testing.assert_close(output[0, 2, 0], torch.eye(9)[2])
 
 
 def test_far_keys_start_with_at_most_their_softmax_weight():

@@ -18,11 +18,8 @@ LENGTH = 14
 SETTINGS = [
     {},
     {"window_size": 1, "num_sinks": 0, "decay": "learned"},
-    {"window_size": 5, "rope": "none"},
     {"window_size": 3, "num_sinks": 7, "decay": "learned", "rope": "partial", "rope_frequencies": 1},
     {"window_size": 3, "num_sinks": 2, "trained_length": 5},
-    {"window_size": 1, "num_sinks": 3, "feature_map": "hedgehog"},
-    {"window_size": 2, "num_sinks": 1, "num_exact_keys": 3, "decay": "learned"},
     {"window_size": 1, "num_sinks": 0, "num_exact_keys": 1, "feature_map": "hedgehog", "trained_length": 4},
     {"window_size": 3, "num_exact_keys": 4, "rope": "partial", "rope_frequencies": 1, "trained_length": 5},
 ]
@@ -62,7 +59,7 @@ def decoded(mechanism, inputs):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("settings", [SETTINGS[3], SETTINGS[8]], ids=str)
+@pytest.mark.parametrize("settings", [SETTINGS[2], SETTINGS[5]], ids=str)
 def test_a_step_far_from_the_start_is_the_form_of_many_tokens(settings, backend):
     """After a million tokens, float32 angles are 1e-3 of a turn apart, so turns have to be reduced in float64."""
     mechanism, inputs = hybrid(settings), qkv(LENGTH, dim=16)

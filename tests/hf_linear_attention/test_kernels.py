@@ -18,7 +18,7 @@ from delta_calls import sample as delta_sample
 from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.kernels import delta as kernels_delta
 from hf_linear_attention.torch_kernels.attention import kernel_attention, map_attention
-from hf_linear_attention.torch_kernels.blocks import ELU_PLUS_ONE, EXP, PLAIN, Affine, KernelMap, plain_attention
+from hf_linear_attention.torch_kernels.blocks import ELU_PLUS_ONE, EXP, Affine, KernelMap, plain_attention
 from hf_linear_attention.torch_kernels.delta import gated_delta
 
 
@@ -109,20 +109,6 @@ def test_padding_of_many_blocks_on_the_left_changes_no_gradient(dim, decay, padd
         loss = sum((x * direction).sum() for x, direction in zip(seen, directions))
         found.append([*seen, *torch.autograd.grad(loss, leaves)])
     agree(*found, 1e-5)
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("function", [PLAIN, EXP])
-def test_what_a_mask_hides_may_be_anything(function, is_causal, backend):
-    query, key, value = sample(35, False)
-    mask = torch.rand(2, 35) > 0.4
-    hidden, options = ~mask[:, None, :, None], {"is_causal": is_causal, "key_mask": mask}
-    expected = map_attention(KernelMap(function), query, key, value, **options)
-    leaves = [x.requires_grad_() for x in (query, *(x.masked_fill(hidden, torch.nan) for x in (key, value)))]
-    actual = map_attention(KernelMap(function), *leaves, **options)
-    assert torch.equal(actual[0], expected[0])
-    assert torch.equal(actual[3], expected[3])
-    assert all(grad.isfinite().all() for grad in torch.autograd.grad(actual[0].sum(), leaves))
 
 
 def test_no_features_are_refused():

