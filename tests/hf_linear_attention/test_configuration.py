@@ -45,17 +45,12 @@ def test_all_problems_are_named_at_once():
         ({"mechanism": "flash"}, "must be one of .*`linear`"),
         ({"feature_map": "elu1", "num_features": 8}, "has no effect"),
         ({"feature_map": "hedgehog", "num_features": 7}, "must be a multiple of 2"),
-        ({"mechanism": "performer", "num_features": 0}, "at least 1"),
         ({"mechanism": "performer", "num_features": True}, "type int"),
         ({"mechanism": "performer", "num_features": 10**6}, r"= 1000000 must be at most 131,072; choose a smaller"),
         ({"mechanism": "nystrom", "pinv_iterations": 8}, "`pinv_iterations` is not an option"),
         ({"format_version": 2, "new": 1}, r"in format version 2, .* up to 1\. Upgrade hf_linear_attention"),
         ({"format_version": 0}, "`format_version` = 0 in .* must be a whole number of at least 1"),
-        ({"format_version": "1"}, "`format_version` = '1'"),
-        ({"layers": "some"}, "`all`, `full_attention`, `none` or a list"),
-        ({"drop": ["dropout"]}, "must be a list with any of `attention_sinks`, `position_bias`"),
         ({"mechanism": "nystrom", "cross_attention": True}, "`nystrom` has no cross form"),
-        ({"cross_attention": 1}, "must be true or false"),
         ({"mechanism": "linformer"}, "sets no limit"),
     ],
 )
@@ -80,8 +75,7 @@ LINFORMER = {"mechanism": "linformer", "projection_size": 8}
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("gpt2", LINFORMER, "`linformer` has no causal form, which `gpt2` needs; use one of .*`linear`, `performer`"),
-        ("decoding bert", LINFORMER, "no causal form"),
+        ("decoding bert", LINFORMER, "`linformer` has no causal form, .*use one of .*`linear`, `performer`"),
         ("bert", {**LINFORMER, "projection_size": 100}, "`projection_size` = 100 is larger than the longest input, 64"),
         ("bert", LINFORMER, None),
         (
@@ -184,10 +178,8 @@ def test_an_option_is_for_the_layers_whose_mechanism_has_it():
     [
         ({"mechanism": {"0-4": "hybrid", "4-": "linear"}}, ["`mechanism` names layer 4 more than once"]),
         ({"mechanism": {"0-3": "hybrid"}}, ["`mechanism` has no value for layers 4-7", "`layers`"]),
-        ({"mechanism": {"0-3": "hybrid", "4-8": "linear"}}, ["names the layers 4-8", "layers 0 to 7"]),
         ({"mechanism": {"3-0": "hybrid", "4-": "linear"}}, ["3-0; this range runs backwards"]),
         ({"mechanism": {0: "hybrid", "1-": "linear"}}, ["the layers 0; give layers as text", "`0-3` or `4-`"]),
-        ({"mechanism": {"0-": "hybird"}}, ["`mechanism` = 'hybird'; it must be one of"]),
         ({**TWO, "features": "exp"}, ["`features` is not an option of `hybrid`, `linear`"]),
         ({**TWO, "window_size": {"0-5": 4}}, ["`window_size` has a value for layers 4-5", "no", "`linear`"]),
         ({**TWO, "window_size": {"0-2": 4}}, ["`window_size` has no value for layer 3"]),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from architectures import tiny_model
 from caches import past
-from matrix import KINDS, add_gates, attend, build_mechanism, mechanism_of, qkv, stock_model, supports
+from matrix import PATHS, add_gates, attend, build_mechanism, mechanism_of, qkv, stock_model, supports
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
@@ -121,18 +121,7 @@ def each_apart(mechanism):
     return run
 
 
-NUMBERED = [row for row in KINDS if row != "aft-local" and supports(row, "causal")]
-NUMBERED += [
-    "aft-simple",
-    "linear-hedgehog",
-    "hybrid-exact-keys",
-    "hybrid-alibi",
-    "gated_delta-conv",
-    "gated_delta-qwen3_5",
-]
-
-
-@pytest.mark.parametrize("row", NUMBERED)
+@pytest.mark.parametrize("row", [row for row in PATHS if row != "aft-local" and supports(row, "causal")])
 def test_numbered_sequences_are_those_of_each_apart(row):
     """What a graph gets, where nothing tells whether sequences are packed; and what follows them follows the last."""
     mechanism, inputs, token = build_mechanism(row), sample(40), qkv(1, batch=1, seed=3)

@@ -183,11 +183,9 @@ def test_format_versions(model, path, version, match):
 @pytest.mark.parametrize(
     ("about", "drop", "match"),
     [
-        *(({"num_tokens": value}, (), "`num_tokens` is .*, but must be an integer") for value in (True, -1, 10**30)),
-        ({}, ["num_tokens"], "`num_tokens` is None, but must be an integer"),
+        *(({"num_tokens": value}, (), "`num_tokens` is .*, but must be an integer") for value in (None, True, -1)),
         ({}, ["weights"], "of another model in .*`weights` is None"),
         ({}, ["0.state.6"], r"it lacks 0\.state\.6, and this model makes no other one"),
-        ({}, ["1.keys"], r"it lacks 1\.keys, and this model makes no other one"),
     ],
 )
 def test_numbers_and_tensors_that_are_wrong_or_missing(model, path, about, drop, match):
@@ -199,22 +197,12 @@ def test_numbers_and_tensors_that_are_wrong_or_missing(model, path, about, drop,
 
 # How the tensors of a file are changed, and what is said of it.
 CHANGES = {
-    "fewer features": (lambda t: {"0.state.0": t["0.state.0"][:, :, :8]}, r"`0.state.0` is \[2, 2, 8, 10\]"),
     "another dtype": (lambda t: {"2.state.0": t["2.state.0"].double()}, "`2.state.0` is .* in torch.float64"),
     "a number": (lambda t: {"0.state.6": torch.tensor(3)}, r"rows, but must all have the same number"),
     "fewer rows": (lambda t: {"2.state.0": t["2.state.0"][:1]}, r"its tensors have \[1, 2\] rows"),
     "fewer softmax keys": (lambda t: {"1.keys": t["1.keys"][:, :, 1:]}, r"`1.keys` is \[2, 2, 11, 8\]"),
-    "a tensor too many": (
-        lambda t: {"0.state.7": t["0.state.6"]},
-        r"and this model makes no 0\.state\.7",
-    ),
-    "a layer too many": (
-        lambda t: {"3.state.0": t["0.state.0"]},
-        r"and this model makes no 3\.state\.0",
-    ),
     "a state for softmax": (lambda t: {"1.state.0": t["0.state.0"]}, r"this model makes no 1\.state\.0"),
     "a count below 0": (lambda t: {"0.state.6": t["0.state.6"] - 99}, r"`0.state.6` holds -87 to -87, .* 0 to 12"),
-    "a kind below 0": (lambda t: {"0.state.3": t["0.state.3"] - 5}, "`0.state.3` holds -4 to -4, .* 0 to 127"),
 }
 
 

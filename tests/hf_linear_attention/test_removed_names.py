@@ -29,7 +29,7 @@ TESTS = (
     "test_cache.py::test_an_encoder_decoder",
     "test_generation.py::test_every_split_of_prefill_and_decoding_gives_the_logits_of_one_forward",
     "test_generation.py::test_assisted_decoding_as_target_and_as_assistant",
-    "test_long_inputs.py",
+    "test_long_inputs.py::test_logits_are_those_of_one_pass",
     "test_positions.py::test_alibi_decodes_as_in_one_forward",
     "test_prompt_state.py::test_a_restored_prompt_goes_on_as_the_cache_does",
 )

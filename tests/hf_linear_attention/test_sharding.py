@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import KINDS, attend, build_mechanism, forms, hidden_states_of, qkv
+from matrix import PATHS, attend, build_mechanism, forms, hidden_states_of, qkv
 
 from hf_linear_attention.vllm_plugin.sharding import shard
 
 
-# One row of each kind of state and of each set of parameters.
-SHARDED = (
-    *KINDS,
-    *("linear-input-gate", "linear-hedgehog", "performer-geometry-favor++", "hybrid-exact-keys", "hybrid-alibi-decay"),
-    *("gated_delta-conv", "gated_delta-qwen3_5", "linformer-none", "linformer-random", "linformer_linear-layerwise"),
-)
-
-
 @pytest.mark.parametrize(("kv_heads", "size"), [(4, 2), (2, 4)], ids=["divided", "repeated"])
-@pytest.mark.parametrize("row", SHARDED)
+@pytest.mark.parametrize("row", PATHS)
 @torch.no_grad()
 def test_parts_compute_the_heads_of_the_whole(row, kv_heads, size):
     """With fewer key/value heads than processes, several processes have the same one."""

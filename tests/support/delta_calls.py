@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 
-NAMES = ("query", "key", "value", "log_decay", "beta", "state")
 # With keys of norm 1 no product grows, so float32 keeps 6e-8 of each of a few hundred terms; 2e-6 was the largest
 # difference seen. The aim is 1e-4 of the output's scale.
 VALUES, GRADIENTS = 1e-5, 3e-5

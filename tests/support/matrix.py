@@ -114,6 +114,12 @@ KINDS = (
     *("performer-cosh", "performer-trig", "hybrid", "hybrid-decay", "gated_delta-channel", "window"),
     *("linformer-headwise", "linformer-stretched", "linformer_linear-exp", "latent", "nystrom-conv"),
 )
+# One row of each code path in a mechanism, its features and its parameters, for what does not depend on the others.
+PATHS = (
+    *(*KINDS, "linear-hedgehog", "linear-input-gate", "performer-geometry-favor++", "hybrid-exact-keys"),
+    *("hybrid-alibi-decay", "gated_delta-conv", "gated_delta-qwen3_5", "linformer-none", "linformer-random"),
+    *("linformer_linear-layerwise", "aft-simple"),
+)
 # The scaling of queries with head_dim 8.
 SCALING = 8**-0.5
 

@@ -154,9 +154,6 @@ def test_decoders_classify_a_text_by_its_last_token(tmp_path):
     ("kind", "is_decoder", "message"),
     [
         ("albert", False, "`albert`: all its layers are one module"),
-        ("esm", False, "`esm`: it counts masked tokens"),
-        ("mobilebert", False, "`mobilebert`: it joins the embeddings"),
-        ("nomic_bert", False, "`nomic_bert`: vLLM does not rename"),
         ("splinter", False, "`splinter`: this encoder was not compared"),
         ("roberta", True, "`roberta`: as a decoder"),
         ("mpt", None, "`mpt`: it asks for an attention mask"),
