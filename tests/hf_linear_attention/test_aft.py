@@ -11,12 +11,7 @@ from hf_linear_attention import LinearAttentionSettings, convert, convert_config
 from hf_linear_attention.mechanisms.base import MechanismInputs
 
 
-VARIANTS = {
-    "simple": {},
-    "local": {"window_size": 3},
-    "conv": {"window_size": 3},
-    "full": {"position_rank": 0},
-}
+VARIANTS = {"simple": {}, "local": {"window_size": 3}, "conv": {"window_size": 3}, "full": {"position_rank": 0}}
 
 
 def build(variant: str):

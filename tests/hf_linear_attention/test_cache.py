@@ -161,10 +161,7 @@ def test_the_state_of_other_heads_or_another_dtype_is_refused():
 
 def test_softmax_and_linear_attention_refuse_the_cache_of_each_other():
     model, stock = build("linear"), stock_model("llama")
-    cache, said = (
-        cache_of(read(model, IDS[:, :5])),
-        "a cache of linear attention in a layer that computes softmax",
-    )
+    cache, said = (cache_of(read(model, IDS[:, :5])), "a cache of linear attention in a layer that computes softmax")
     with softmax_attention(model):
         refuses(model, IDS[:, 5:], cache, said)
         exact = cache_of(read(model, IDS[:, :5]))

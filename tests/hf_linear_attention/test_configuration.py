@@ -78,11 +78,7 @@ LINFORMER = {"mechanism": "linformer", "projection_size": 8}
         ("decoding bert", LINFORMER, "`linformer` has no causal form, .*use one of .*`linear`, `performer`"),
         ("bert", {**LINFORMER, "projection_size": 100}, "`projection_size` = 100 is larger than the longest input, 64"),
         ("bert", LINFORMER, None),
-        (
-            "llama",
-            {"mechanism": "performer", "features": "trig"},
-            "`features` = `trig`.* has no causal form",
-        ),
+        ("llama", {"mechanism": "performer", "features": "trig"}, "`features` = `trig`.* has no causal form"),
         ("bert", {"mechanism": "performer", "features": "trig"}, None),
         ("bert", {"decay": "learned"}, "with `decay` = `learned` has no bidirectional form, which `bert` needs"),
         ("gpt2", {"decay": "learned"}, None),

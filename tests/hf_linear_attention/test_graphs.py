@@ -99,10 +99,7 @@ def test_a_mechanism_compiles_without_a_break(row, compiler):
 
 # Sequences of 3, 1, 20 and 16 tokens, and of 9, 12 and 10 with padding before, between, inside and after them.
 NUMBERS = torch.tensor(
-    [
-        [1] * 3 + [2] + [3] * 20 + [4] * 16,
-        [0] * 2 + [1] * 9 + [0] * 3 + [2] * 5 + [0] + [2] * 7 + [3] * 10 + [0] * 3,
-    ]
+    [[1] * 3 + [2] + [3] * 20 + [4] * 16, [0] * 2 + [1] * 9 + [0] * 3 + [2] * 5 + [0] + [2] * 7 + [3] * 10 + [0] * 3]
 )
 
 

@@ -172,8 +172,7 @@ def test_a_flipped_bit_anywhere(model, path):
 
 
 @pytest.mark.parametrize(
-    ("version", "match"),
-    [(2, r"in format version 2, .* up to 1\. Upgrade"), ("1", "'1'"), (None, "None")],
+    ("version", "match"), [(2, r"in format version 2, .* up to 1\. Upgrade"), ("1", "'1'"), (None, "None")]
 )
 def test_format_versions(model, path, version, match):
     rewrite(path, {"format_version": version})

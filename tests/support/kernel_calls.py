@@ -16,124 +16,41 @@ import torch
 from hf_linear_attention.torch_kernels.blocks import ELU_PLUS_ONE, EMPTY_MAXIMUM, EXP, HEDGEHOG, PLAIN
 
 
+def axes(text: str) -> dict[str, str]:
+    """The axes of each tensor, by name."""
+    return dict(word.split(":") for word in text.split())
+
+
 # `V` is W + 1 or W + 2. A letter in lower case beside an axis may be 1 instead; "1" must be 1.
-SPECIFICATIONS = {
-    "attention": {
-        "query": "BHND",
-        "key": "BKSD",
-        "value": "BKSW",
-        "key_mask": "BS",
-        "log_decay": "K",
-        "state": "BKFV",
-        "key_weight": "kDC",
-        "key_bias": "k1C",
-        "key_norm": "k11",
-        "query_weight": "hDC",
-    },
-    "features": {"query": "BHNF", "key": "BKSF", "value": "BKSW", "key_mask": "BS", "log_decay": "K", "state": "BKFV"},
-    "step": {"query": "BH1F", "key": "BK1F", "value": "BK1W", "state": "BKFV", "log_decay": "K"},
-    "window": {
-        "query": "BHND",
-        "key": "BKPD",
-        "value": "BKPW",
-        "visible": "BP",
-        "sink_key": "BKsD",
-        "sink_value": "BKsW",
-        "seen": "BNs",
-        "sink_query": "BHND",
-    },
-    "window_both_ways": {
-        "query": "BHND",
-        "key": "BKND",
-        "value": "BKNW",
-        "visible": "BN",
-        "sink_key": "BKsD",
-        "sink_value": "BKsW",
-        "seen": "BNs",
-        "sink_query": "BHND",
-    },
-    "joint": {
-        "query": "BHND",
-        "key": "BKLD",
-        "value": "BKLW",
-        "visible": "BL",
-        "sink_key": "BKsD",
-        "sink_value": "BKsW",
-        "seen": "BNs",
-        "query_turn": "bNT",
-        "key_turn": "bLT",
-        "sink_turn": "bNT",
-        "log_decay": "K",
-        "state": "BKFV",
-        "key_weight": "kDC",
-        "key_bias": "k1C",
-        "key_norm": "k11",
-        "query_weight": "hDC",
-        "log_scale": "H",
-        "norm_weight": "H",
-    },
-    "slots": {"query": "BHND", "key": "BKSD", "value": "BKSW", "visible": "bkS"},
-    "hybrid": {
-        "query": "BH1E",
-        "key": "BK1E",
-        "value": "BK1W",
-        "score": "B1K",
-        "slope": "K",
-        "position": "B1",
-        "key_weight": "KEC",
-        "key_bias": "K1C",
-        "key_norm": "K11",
-        "query_weight": "HEC",
-        "log_decay": "K",
-        "log_scale": "H",
-        "norm_weight": "H",
-        "sums": "BKFV",
-        "kept_key": "BKME",
-        "kept_value": "BKMW",
-        "kept_score": "BKM1",
-        "kept_age": "BKM1",
-        "kept_position": "BKM1",
-        "window_key": "BKwE",
-        "window_value": "BKwW",
-        "kind": "Bw",
-        "sink_key": "BKsE",
-        "sink_value": "BKsW",
-        "num_seen": "B1",
-        "window_position": "Bw",
-        "window_score": "BKw1",
-    },
-    "delta": {
-        "query": "BHNF",
-        "key": "BKNF",
-        "value": "BKNW",
-        "log_decay": "BKN",
-        "beta": "BKN",
-        "key_mask": "BN",
-        "state": "BKFW",
-    },
-    "delta_step": {
-        "query": "BH1F",
-        "key": "BK1F",
-        "value": "BK1W",
-        "log_decay": "BK1",
-        "beta": "BK1",
-        "state": "BKFW",
-    },
-    "elu": {"x": "BHND"},
-}
+AFFINE = "key_weight:kDC key_bias:k1C key_norm:k11 query_weight:hDC"
+SINKS = "sink_key:BKsD sink_value:BKsW seen:BNs"
 KEPT = ("kept_key", "kept_value", "kept_score", "kept_age", "kept_position")
+SPECIFICATIONS = {
+    "attention": axes(f"query:BHND key:BKSD value:BKSW key_mask:BS log_decay:K state:BKFV {AFFINE}"),
+    "features": axes("query:BHNF key:BKSF value:BKSW key_mask:BS log_decay:K state:BKFV"),
+    "step": axes("query:BH1F key:BK1F value:BK1W state:BKFV log_decay:K"),
+    "window": axes(f"query:BHND key:BKPD value:BKPW visible:BP {SINKS} sink_query:BHND"),
+    "window_both_ways": axes(f"query:BHND key:BKND value:BKNW visible:BN {SINKS} sink_query:BHND"),
+    "joint": axes(
+        f"query:BHND key:BKLD value:BKLW visible:BL {SINKS} query_turn:bNT key_turn:bLT sink_turn:bNT log_decay:K "
+        f"state:BKFV {AFFINE} log_scale:H norm_weight:H"
+    ),
+    "slots": axes("query:BHND key:BKSD value:BKSW visible:bkS"),
+    "hybrid": axes(
+        "query:BH1E key:BK1E value:BK1W score:B1K slope:K position:B1 key_weight:KEC key_bias:K1C key_norm:K11 "
+        "query_weight:HEC log_decay:K log_scale:H norm_weight:H sums:BKFV kept_key:BKME kept_value:BKMW "
+        "kept_score:BKM1 kept_age:BKM1 kept_position:BKM1 window_key:BKwE window_value:BKwW kind:Bw sink_key:BKsE "
+        "sink_value:BKsW num_seen:B1 window_position:Bw window_score:BKw1"
+    ),
+    "delta": axes("query:BHNF key:BKNF value:BKNW log_decay:BKN beta:BKN key_mask:BN state:BKFW"),
+    "delta_step": axes("query:BH1F key:BK1F value:BK1W log_decay:BK1 beta:BK1 state:BKFW"),
+    "elu": axes("x:BHND"),
+    "exact_keys": axes("query:BHND key:BKND value:BKNW visible:BN score:BKN1 position:BN"),
+}
 SPECIFICATIONS["exact"] = {
-    **{name: axes for name, axes in SPECIFICATIONS["joint"].items() if name != "key_turn"},
+    **{name: of for name, of in SPECIFICATIONS["joint"].items() if name != "key_turn"},
     **{"score": "BKL1", "position": "BN", "key_position": "BL"},
     **dict(zip(KEPT, ("BKMD", "BKMW", "BKM1", "BKM1", "BKM1"))),
-}
-SPECIFICATIONS["exact_keys"] = {
-    "query": "BHND",
-    "key": "BKND",
-    "value": "BKNW",
-    "visible": "BN",
-    "score": "BKN1",
-    "position": "BN",
 }
 SPECIFICATIONS |= {  # a decay per feature
     "delta_by_feature": SPECIFICATIONS["delta"] | {"log_decay": "BKNF"},

@@ -26,13 +26,8 @@ MECHANISM_ROWS = {
     "linear-exp": {"mechanism": "linear", "feature_map": "exp", "num_features": 24},
     "linear-decay": {"mechanism": "linear", "feature_map": "exp", "num_features": 12, "decay": "learned"},
     "linear-decay-elu1": {"mechanism": "linear", "feature_map": "elu1", "decay": "learned"},
-    "linear-gated": {
-        "mechanism": "linear",
-        "feature_map": "exp",
-        "num_features": 12,
-        "decay": "gated",
-        "input_gate": True,
-    },
+    "linear-gated": {"mechanism": "linear", "feature_map": "exp", "num_features": 12}
+    | {"decay": "gated", "input_gate": True},
     "linear-gated-hedgehog": {"mechanism": "linear", "feature_map": "hedgehog", "decay": "gated"},
     "linear-input-gate": {"mechanism": "linear", "feature_map": "exp", "num_features": 12, "input_gate": True},
     "linear-hedgehog": {"mechanism": "linear", "feature_map": "hedgehog"},
@@ -43,30 +38,16 @@ MECHANISM_ROWS = {
         for features in ("cosh", "trig", "relu", "favor++")
     },
     "performer-geometry": {"mechanism": "performer", "num_features": 20, "geometry": "learned"},
-    "performer-geometry-decay": {
-        "mechanism": "performer",
-        "num_features": 20,
-        "geometry": "learned",
-        "decay": "learned",
-    },
-    "performer-geometry-favor++": {
-        "mechanism": "performer",
-        "num_features": 20,
-        "features": "favor++",
-        "geometry": "learned",
-    },
+    "performer-geometry-decay": {"mechanism": "performer", "num_features": 20, "geometry": "learned"}
+    | {"decay": "learned"},
+    "performer-geometry-favor++": {"mechanism": "performer", "num_features": 20, "features": "favor++"}
+    | {"geometry": "learned"},
     "performer-decay": {"mechanism": "performer", "num_features": 20, "features": "cosh", "decay": "learned"},
     "hybrid": {"mechanism": "hybrid", "window_size": 8, "num_sinks": 3, "num_features": 12},
     "hybrid-decay": {"mechanism": "hybrid", "window_size": 3, "num_sinks": 1, "num_features": 12, "decay": "learned"},
     "hybrid-no-sinks": {"mechanism": "hybrid", "window_size": 5, "num_sinks": 0, "feature_map": "hedgehog"},
-    "hybrid-exact-keys": {
-        "mechanism": "hybrid",
-        "window_size": 4,
-        "num_sinks": 1,
-        "num_features": 12,
-        "num_exact_keys": 5,
-        "decay": "learned",
-    },
+    "hybrid-exact-keys": {"mechanism": "hybrid", "window_size": 4, "num_sinks": 1, "num_features": 12}
+    | {"num_exact_keys": 5, "decay": "learned"},
     "gated_delta": {"mechanism": "gated_delta"},
     "gated_delta-features": {"mechanism": "gated_delta", "num_features": 12, "decay": "none"},
     "gated_delta-channel": {"mechanism": "gated_delta", "num_features": 6, "decay": "channel"},
@@ -96,12 +77,8 @@ MECHANISM_ROWS = {
     "linformer-random": {"mechanism": "linformer", "projection_size": 9, "projection": "random", "seed": 4},
     "linformer_linear-exp": {"mechanism": "linformer_linear", "projection_size": 8, "projection_sharing": "none"},
     "linformer_linear-elu1": {"mechanism": "linformer_linear", "projection_size": 8, "feature_map": "elu1"},
-    "linformer_linear-layerwise": {
-        "mechanism": "linformer_linear",
-        "projection_size": 9,
-        "projection_sharing": "layerwise",
-        "feature_map": "hedgehog",
-    },
+    "linformer_linear-layerwise": {"mechanism": "linformer_linear", "projection_size": 9, "feature_map": "hedgehog"}
+    | {"projection_sharing": "layerwise"},
     "latent": {"mechanism": "latent", "num_latents": 9, "seed": 2},
     "nystrom": {"mechanism": "nystrom", "num_landmarks": 8},
     "nystrom-conv": {"mechanism": "nystrom", "num_landmarks": 20, "conv_kernel_size": 5},
@@ -128,7 +105,7 @@ ALIBI_ROWS = {"linear-alibi", "performer-alibi", "hybrid-alibi", "hybrid-alibi-d
 
 # Rows that are ill-conditioned as functions beyond this standard deviation of q and k: no arithmetic can help there.
 MAX_STD = {
-    "performer-trig": 0.5,  # weights of both signs: denominators come close to 0
+    "performer-trig": 0.5  # weights of both signs: denominators come close to 0
 }
 
 
@@ -238,9 +215,11 @@ def add_gates(mechanism, args):
     return inputs, *state
 
 
-_TEXT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+_TEXT = {"vocab_size": 64, **_SIZES, "intermediate_size": 48}
+_ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 # A wide initialisation: at the usual 0.02 the attention of an untrained model is uniform and proves nothing.
-_WIDE = {"initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_WIDE = {"initializer_range": 0.3, **_ENDS}
 _LONG = {"max_position_embeddings": 64}
 
 # One row a family: the stock config class and its tiny sizes.
@@ -253,30 +232,13 @@ FAMILY_ROWS = {
     ),
     "vit": (
         "ViTConfig",
-        {
-            **{k: v for k, v in _TEXT.items() if k != "vocab_size"},
-            "image_size": 12,
-            "patch_size": 2,
-            "initializer_range": 0.3,
-        },
+        {**_SIZES, "intermediate_size": 48, "image_size": 12, "patch_size": 2, "initializer_range": 0.3},
     ),
     "gpt2": ("GPT2Config", {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, **_WIDE}),
     "gpt_neox": ("GPTNeoXConfig", {**_TEXT, **_LONG, **_WIDE}),
     "opt": (
         "OPTConfig",
-        {
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "ffn_dim": 48,
-            "word_embed_proj_dim": 32,
-            "init_std": 0.3,
-            **_LONG,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        {"vocab_size": 64, **_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3, **_LONG, **_ENDS},
     ),
     "llama": ("LlamaConfig", {**_TEXT, **_LONG, **_WIDE, "num_key_value_heads": 2}),
     "mistral": ("MistralConfig", {**_TEXT, **_LONG, **_WIDE, "num_key_value_heads": 2, "sliding_window": None}),
@@ -284,13 +246,8 @@ FAMILY_ROWS = {
     "qwen3": ("Qwen3Config", {**_TEXT, **_LONG, **_WIDE, "num_key_value_heads": 2, "head_dim": 16}),
     "phi3": (
         "Phi3Config",
-        {
-            **_TEXT,
-            **_LONG,
-            **_WIDE,
-            "num_key_value_heads": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-        },
+        {**_TEXT, **_LONG, **_WIDE, "num_key_value_heads": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
 }
 ENCODERS = ("bert", "roberta", "distilbert", "vit")

@@ -312,12 +312,7 @@ def convolved(x, weight):
 
 
 # The features' logarithms: the features themselves would underflow where an oracle must not.
-FEATURES = {
-    "elu1": elu1,
-    "relu": relu,
-    "exp": exp,
-    "hedgehog": hedgehog,
-}
+FEATURES = {"elu1": elu1, "relu": relu, "exp": exp, "hedgehog": hedgehog}
 RANDOM_FEATURES = {
     "exp": reference.favor,
     "cosh": reference.favor_cosh,
