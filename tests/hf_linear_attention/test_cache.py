@@ -10,9 +10,8 @@ import pytest
 import torch
 from architectures import tiny_model
 from caches import cache_of, past
-from checkpoints import convert_folder, save_twin
 from matrix import recording_cache, stock_model
-from transformers import AutoModelForCausalLM, QuantizedCache, StaticCache, cache_utils
+from transformers import QuantizedCache, StaticCache, cache_utils
 
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.cache import LinearAttentionStateLayer
@@ -235,13 +234,3 @@ def test_continuous_batching_is_refused(model):
         model.generate_batch([[3, 4, 5]], max_new_tokens=2)
     with softmax_attention(model):  # the stock model's own answer
         assert model.init_continuous_batching() is not None
-
-
-def test_a_conversion_counts_the_state_in_the_dtype_of_the_checkpoint(tmp_path):
-    save_twin(tmp_path / "source", "llama", dtype=torch.bfloat16)
-    words = ("--attention", "window", "--window_size", 4, "--no_verify")
-    report = convert_folder(tmp_path / "source", tmp_path / "linear", *words)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "linear", dtype="auto")
-    with torch.no_grad():
-        cache = cache_of(model(torch.randint(3, 60, (1, 20)), use_cache=True))
-    assert report["state_bytes"] == sum(layer.state_bytes() for layer in cache.layers)

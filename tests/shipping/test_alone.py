@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,9 @@ from hub_configs import HUB_CONFIGS, shrunk
 from matrix import sample_inputs, stock_model
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainingArguments
-from transformers.dynamic_module_utils import get_relative_import_files
 
 import hf_linear_attention
 from hf_linear_attention import convert, softmax_attention
-from hf_linear_attention.checkpoint_code import checkpoint_code
-from hf_linear_attention.configuration_linear_attention import CODE_FILES
 from hf_linear_attention.kernels import cpu as kernels_cpu
 
 
@@ -342,14 +338,6 @@ def test_without_trust_it_is_refused(results):
     assert results["blocked"]["untrusted"] == "refused"
 
 
-def test_with_the_plugin_imported_no_flag_is_needed(converted):
-    model = transformers.AutoModel.from_pretrained(converted["gpt2"])
-    assert type(model).__module__ == "hf_linear_attention.modeling_linear_attention"
-    # The flag changes nothing: the installed code wins over the copy in the folder.
-    trusted = transformers.AutoModel.from_pretrained(converted["gpt2"], trust_remote_code=True)
-    assert type(trusted) is type(model)
-
-
 def test_auto_map_names_every_head(converted):
     for name, (family, _, _) in CONVERTED.items():
         config = transformers.AutoConfig.from_pretrained(converted[name])
@@ -361,24 +349,6 @@ def test_auto_map_names_every_head(converted):
             and family in getattr(transformers, auto)._model_mapping._model_mapping
         }
         assert heads - set(config.auto_map) <= {"AutoModelForMultimodalLM"}, name
-
-
-def _code_in(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
-
-
-@pytest.mark.parametrize("name", CONVERTED)
-def test_it_carries_the_code_of_its_config(converted, results, name, tmp_path_factory):
-    """After the conversion, and saved again over the checkpoint of another mechanism."""
-    code = _code_in(converted[name])
-    assert code == checkpoint_code(transformers.AutoConfig.from_pretrained(converted[name]))
-    assert set(code) == set(CODE_FILES)
-    for entry in CODE_FILES:  # transformers takes both along
-        assert {Path(path).name for path in get_relative_import_files(str(converted[name] / entry))} == set(CODE_FILES)
-    groups: Iterable[str] = ("blocked", "installed") if name in ON_THE_HUB else ("blocked",)
-    for group in groups:
-        assert results[group][f"resaved {name}"] == "equal"
-        assert _code_in(tmp_path_factory.getbasetemp() / "alone0" / group / f"again-{name}") == code
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -20,48 +20,23 @@ from hf_linear_attention.modeling_linear_attention import linear_model_class
 
 BATCH, LENGTH, CHOICES = 13, 7, 4
 
-_TEXT = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 37,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 37}
+_ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_TEXT = {"vocab_size": 99, **_SIZES, "max_position_embeddings": 512, **_ENDS}
 
 # The stock config class, its tiny sizes, and what its test class of transformers sets.
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_TEXT, "num_key_value_heads": 2}, {}),
     "gpt2": (
         "GPT2Config",
-        {
-            "vocab_size": 99,
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_inner": 37,
-            "n_positions": 512,
-            "pad_token_id": 98,
-            "bos_token_id": 98,
-            "eos_token_id": 98,
-        },
+        {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 37, "n_positions": 512}
+        | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 98),
         {},
     ),
     "bert": ("BertConfig", {**_TEXT, "type_vocab_size": 16}, {}),
     "vit": (
         "ViTConfig",
-        {
-            "image_size": 30,
-            "patch_size": 2,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 37,
-            "encoder_stride": 2,
-        },
+        {**_SIZES, "image_size": 30, "patch_size": 2, "encoder_stride": 2},
         {"test_resize_embeddings": False},
     ),
 }

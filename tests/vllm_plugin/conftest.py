@@ -60,11 +60,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         LLAMA,
         {"mechanism": {"0-1": "hybrid", "2-": "linear"}, "window_size": 16, "num_sinks": 2},
     ),
-    "gpt2": (
-        "gpt2",
-        {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4, "initializer_range": 0.2},
-        HYBRID,
-    ),
 }
 
 
