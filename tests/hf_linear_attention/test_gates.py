@@ -139,13 +139,8 @@ def test_layers_without_hidden_states_are_refused():
         module(hidden_states=states, position_embeddings=angles, attention_mask=None)
 
 
-def test_an_encoder_and_cross_attention_are_refused():
-    bart = tiny_model("bart", "AutoModelForSeq2SeqLM")
-    with pytest.raises(ValueError, match="`gated_delta` has no bidirectional form, which layer 0"):
-        convert(bart, mechanism="gated_delta")
-    with pytest.raises(ValueError, match="`cross_attention` = true, but `mechanism` = `gated_delta` has no cross form"):
-        convert(bart, mechanism="gated_delta", layers=[3, 4, 5], cross_attention=True)
-    decoder = convert(bart, mechanism="gated_delta", layers=[3, 4, 5]).eval()
+def test_it_serves_the_decoder_of_an_encoder_decoder():
+    decoder = convert(tiny_model("bart", "AutoModelForSeq2SeqLM"), mechanism="gated_delta", layers=[3, 4, 5]).eval()
     ids = torch.randint(3, 64, (2, 9))
     with torch.no_grad():
         whole = decoder(ids, decoder_input_ids=ids, use_cache=False).logits
