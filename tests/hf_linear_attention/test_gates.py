@@ -8,6 +8,7 @@ from architectures import tiny_model
 from caches import cache_of, past
 from matrix import attend, build_mechanism, hidden_states_of, mechanism_of, move, qkv, stock_model
 from oracles import exact
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.architectures import attention_modules, refuse_without_hidden_states
@@ -18,10 +19,25 @@ from hf_linear_attention.mechanisms.base import LayerShape
 from hf_linear_attention.mechanisms.gated_delta import GatedDeltaAttention
 from hf_linear_attention.mechanisms.token_gates import INITIAL_SLOPE
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.torch_kernels.delta import gated_delta
 
 
 def build(**settings):
     return mechanism_of({"mechanism": "gated_delta", **settings}, is_causal=True)
+
+
+def test_it_is_the_rule_of_qwen3_next():
+    """Of transformers' own fallback, which also takes keys of length 1 and scales queries."""
+    query, key, value = (torch.randn(2, 4, 33, 16) for _ in range(3))
+    log_decay, beta = -torch.rand(2, 4, 33), torch.rand(2, 4, 33)
+    state = torch.randn(2, 4, 16, 16)
+    query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+    theirs = [x.transpose(1, 2) for x in (query, key, value, log_decay, beta)]
+    expected = torch_recurrent_gated_delta_rule(*theirs, initial_state=state, output_final_state=True)
+    actual = gated_delta(query / 4, key, value, log_decay, beta, state=state)
+    # float32 sums in another order
+    torch.testing.assert_close(actual[0].transpose(1, 2), expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("decay", ["none", "head", "channel"])
