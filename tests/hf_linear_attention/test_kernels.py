@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
+import torch.nn.functional as F
 from delta_calls import assert_close, values_and_gradients
 from delta_calls import sample as delta_sample
 
@@ -92,6 +93,22 @@ def test_hidden_tokens_at_the_start_of_a_block_with_a_rate_of_89(log_features, b
     for a, e in zip(gradients(tensors, rate, log_features, direction, mask), exact):
         assert torch.isfinite(a).all()
         assert (a - e).norm() <= 2e-5 * e.norm() + 1e-5  # that of a rate of 89 is about exp(-89)
+
+
+@pytest.mark.parametrize(("dim", "decay", "padding"), [(5, -30.0, 96), (16, -5.0, 640), (5, -59.0, 67)])
+def test_padding_of_many_blocks_on_the_left_changes_no_gradient(dim, decay, padding, backend):
+    tensors = [torch.randn(1, heads, 40, width) for heads, width in ((4, dim), (2, dim), (2, 6))]
+    directions = torch.randn(1, 40, 4, 6), torch.randn(1, 2, 2, 40, 1)
+    found = []
+    for count in (padding, 0):
+        leaves = [x.clone().requires_grad_() for x in (*tensors, torch.tensor([decay, -0.3]))]
+        padded = [F.pad(x, (0, 0, count, 0)) for x in leaves[:3]]
+        options = {"is_causal": True, "key_mask": torch.arange(40 + count)[None] >= count, "log_decay": leaves[3]}
+        output, denominator, *_ = map_attention(KernelMap(ELU_PLUS_ONE), *padded, **options)
+        seen = output[:, count:], denominator[..., count:, :]
+        loss = sum((x * direction).sum() for x, direction in zip(seen, directions))
+        found.append([*seen, *torch.autograd.grad(loss, leaves)])
+    agree(*found, 1e-5)
 
 
 def test_no_features_are_refused():

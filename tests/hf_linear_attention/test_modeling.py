@@ -143,6 +143,15 @@ def test_training_moves_the_mechanism_and_the_base_and_checkpointing_agrees(sett
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
+def test_attention_weights_can_be_looked_at():
+    model, inputs = convert(stock_model("llama"), mechanism="linear"), sample_inputs("llama")
+    output = model(**inputs, output_attentions=True)
+    assert [w.shape for w in output.attentions] == [(2, 4, 13, 13)] * 3
+    torch.testing.assert_close(output.attentions[0].sum(-1), torch.ones(2, 4, 13))
+    assert (output.attentions[0].triu(1) == 0).all()
+    torch.testing.assert_close(output.logits, model(**inputs).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 def test_torch_compile_of_the_whole_forward():
     model = convert(stock_model("bert", num_hidden_layers=1), **LINEAR)
