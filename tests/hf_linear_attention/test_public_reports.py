@@ -157,7 +157,7 @@ def test_none_is_a_default(monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("layers", ["all", [1]], ids=str)
-@pytest.mark.parametrize("implementation", ["flex_attention", "paged|sdpa", "paged|eager"])
+@pytest.mark.parametrize("implementation", ["flex_attention", "paged|sdpa"])
 def test_masks_of_other_kinds_are_refused_by_name(implementation, layers):
     model = convert(stock_model("llama"), **MECHANISMS["linear"] | {"layers": layers})
     model.config._attn_implementation = implementation
