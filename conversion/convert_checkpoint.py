@@ -31,10 +31,9 @@ Print what would be done, and write nothing:
 
     %(prog)s --model_name_or_path SRC --dry_run
 
-An encoder-decoder without its relative position bias, which linear attention cannot have; and the tested architectures:
+An encoder-decoder without its relative position bias, which linear attention cannot have:
 
     %(prog)s --model_name_or_path T5 --output_dir OUT --drop position_bias
-    %(prog)s --list_architectures
 
 OUT can then be loaded with `AutoModel...from_pretrained(OUT, trust_remote_code=True)` where only torch and transformers
 are installed. Exit codes: 0 done, 1 the conversion failed, 2 the request cannot be met, 130 interrupted, 143 SIGTERM.
@@ -54,10 +53,8 @@ if not __package__:  # the file was started as a script, and its folder must not
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.command_line import ignore_interrupts, let_threads_sleep, run_command
-from hf_linear_attention._common.heads import HEALED_AS
 from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 from hf_linear_attention.conversion.options import Request, parse
-from hf_linear_attention.tested_architectures import ARCHITECTURES, NEED_DROP, REFUSED
 
 
 if TYPE_CHECKING:
@@ -79,9 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _convert(argv: Sequence[str]) -> None:
     """Do what the command line asks for, and print the result."""
-    if "--list_architectures" in argv:  # the table needs no model
-        sys.stdout.write(f"{architecture_table()}\n")
-        return
     request = parse(argv, __doc__)
     with to_stderr(PACKAGE, "hf_linear_attention._common"), quiet_transformers():
         for text in _answers(request):
@@ -91,9 +85,6 @@ def _convert(argv: Sequence[str]) -> None:
 
 def _answers(request: Request) -> Iterator[str]:
     """The texts to print. The imports are here because `--help` and errors about options need no model."""
-    if request.arguments.list_architectures:  # given with a value, or in the YAML file
-        yield architecture_table()
-        return
     from hf_linear_attention.conversion.pipeline import prepare, run, writing
     from hf_linear_attention.conversion.result_text import describe_result
 
@@ -140,22 +131,6 @@ def _preview(conversion: Conversion) -> list[str]:
     if conversion.training is not None:
         lines += describe_stages(conversion.training)
     return [*lines, "Nothing was written (--dry_run)."]
-
-
-def architecture_table() -> str:
-    """A Markdown table with a row per kind of architecture, per feature that needs `drop`, and per refusal.
-
-    The column `healed as` has the tasks of `training/finetune.py` that imitate an original of that kind.
-    """
-    lines = ["| architecture | number | healed as | model types |", "| --- | --- | --- | --- |"]
-    lines += [_row(kind, len(names), names, HEALED_AS[kind]) for kind, names in ARCHITECTURES.items()]
-    lines += [_row(f"with `drop` = `{feature}`", "", names) for feature, names in NEED_DROP.items()]
-    lines += [_row(f"refused: {reason}", "", names) for reason, names in REFUSED.items()]
-    return "\n".join(lines)
-
-
-def _row(kind: str, number: int | str, names: Sequence[str], tasks: Sequence[str] = ()) -> str:
-    return f"| {kind} | {number} | {', '.join(tasks)} | {', '.join(names)} |"
 
 
 if __name__ == "__main__":

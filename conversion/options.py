@@ -46,6 +46,7 @@ SIZES = ("window_size", "num_sinks", "num_features", "num_exact_keys")
 # Options that there are no more, and what to do instead.
 _OF_EMBEDDINGS = ("retrieval_file", "prompt_name", "query_prompt_name", "document_prompt_name", "matryoshka_dims")
 REMOVED: dict[str, str] = {
+    "list_architectures": "docs/architectures.md lists them",
     "far": "leave it out, or give `--attention gated_delta`",
     "normalization": "leave it out: near and far keys share one denominator",
     "softmax_heads": "give `--num_exact_keys` of `--attention hybrid`, or keep whole layers with `--softmax_layers`",
@@ -237,7 +238,6 @@ class ConversionArguments(MeasuringArguments):
     overwrite: bool = option(
         "replace an existing --output_dir, once the new one is complete", False, on_resume=OnResume.FREE, group="result"
     )
-    list_architectures: bool = option("print the tested architectures, and do nothing else", False, group="result")
     base_model: str | None = option(
         "the name on the Hub of a source in a folder, for the model card",
         None,

@@ -26,7 +26,7 @@ from hf_linear_attention.conversion.preset_plan import Training
 
 # The options about these decide no weight.
 LEFT_OUT = ("measuring",)
-NOT_OF_A_RECIPE = ("output_dir", "no_verify", "list_architectures", "state_bytes")
+NOT_OF_A_RECIPE = ("output_dir", "no_verify", "state_bytes")
 
 
 def write_recipe(folder: Path, request: Request, plan: Plan, training: Training | None) -> None:

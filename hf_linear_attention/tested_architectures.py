@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The architectures that every test of `tests/architectures` converts, and some that cannot be converted.
 
-`convert_checkpoint.py --list_architectures` prints them as a table. Other model types can be converted as well if their
+docs/architectures.md has them as a table. Other model types can be converted as well if their
 attention goes through transformers' attention interface: conversion does not depend on this list.
 """
 

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from capability_table import capability_table, page_of
+from capability_table import architecture_table, capability_table, page_of
 
 from hf_linear_attention import supported_model_types
-from hf_linear_attention.conversion.convert_checkpoint import architecture_table
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 

@@ -12,7 +12,6 @@ from checkpoints import convert_folder, run
 from transformers import AutoModel
 
 from hf_linear_attention._common.heads import HEALED_AS
-from hf_linear_attention.conversion.convert_checkpoint import architecture_table
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.result_text import healing_lines
 from hf_linear_attention.tested_architectures import ARCHITECTURES
@@ -88,9 +87,3 @@ def test_the_hint_after_a_conversion_names_the_recipe_of_the_head(model_type, he
 def test_the_table_names_tasks():
     assert {task for tasks in HEALED_AS.values() for task in tasks} == set(TASKS)
     assert set(HEALED_AS) == set(ARCHITECTURES)
-
-
-def test_the_table_can_be_printed():
-    code, out, _ = run("--list_architectures")
-    assert code == 0
-    assert out.strip() == architecture_table()

@@ -1,7 +1,7 @@
-"""The table of mechanisms in docs/mechanisms.md, generated from the classes' own capabilities.
+"""The tables of mechanisms and of architectures in docs/, generated from what the package says of itself.
 
-    python tests/support/capability_table.py            # prints it
-    python tests/support/capability_table.py --write    # puts it where it belongs
+    python tests/support/capability_table.py            # prints them
+    python tests/support/capability_table.py --write    # puts them where they belong
 
 A test compares the documentation with it.
 """
@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from hf_linear_attention._common.heads import HEALED_AS
 from hf_linear_attention.mechanisms.base import AttentionMechanism
 from hf_linear_attention.mechanisms.registry import MECHANISMS
+from hf_linear_attention.tested_architectures import ARCHITECTURES, NEED_DROP, REFUSED
 
 
 COLUMNS = {
@@ -26,8 +29,6 @@ COLUMNS = {
     "ALiBi, in decoders": "alibi",
 }
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "mechanisms.md"
-# A table ends at the first line that does not begin with a bar.
-TABLE = re.compile(r"(?m)^\| `--attention`.*\n(^\|.*\n)+")
 
 
 def capability_table() -> str:
@@ -63,16 +64,36 @@ def _mark(mechanism: type[AttentionMechanism], capability: str) -> str:
     return "not " + ", ".join(lacking) if lacking else "yes"
 
 
+def architecture_table() -> str:
+    """A Markdown table with a row per kind of architecture, per feature that needs `drop`, and per refusal.
+
+    The column `healed as` has the tasks of `training/finetune.py` that imitate an original of that kind.
+    """
+    lines = ["| architecture | number | healed as | model types |", "| --- | --- | --- | --- |"]
+    lines += [_row(kind, len(names), names, HEALED_AS[kind]) for kind, names in ARCHITECTURES.items()]
+    lines += [_row(f"with `drop` = `{feature}`", "", names) for feature, names in NEED_DROP.items()]
+    lines += [_row(f"refused: {reason}", "", names) for reason, names in REFUSED.items()]
+    return "\n".join(lines)
+
+
+def _row(kind: str, number: int | str, names: Sequence[str], tasks: Sequence[str] = ()) -> str:
+    return f"| {kind} | {number} | {', '.join(tasks)} | {', '.join(names)} |"
+
+
 def write() -> None:
-    """Replace the table of the page."""
-    text, count = TABLE.subn(lambda _: capability_table() + "\n", PAGE.read_text(encoding="utf-8"))
-    if count != 1:
-        sys.exit(f"{PAGE} has {count} tables of this kind; it needs one, which begins with `--attention`")
-    PAGE.write_text(text, encoding="utf-8")
+    """Replace the tables of the pages, each of which ends at the first line that does not begin with a bar."""
+    for page, table in ((PAGE, capability_table()), (PAGE.with_name("architectures.md"), architecture_table())):
+        first = re.escape(table.partition(" | ")[0])
+        text, count = re.subn(
+            rf"(?m)^{first} .*\n(^\|.*\n)+", lambda _, table=table: f"{table}\n", page.read_text(encoding="utf-8")
+        )
+        if count != 1:
+            sys.exit(f"{page} has {count} tables that begin with {first}; it needs one")
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
     if "--write" in sys.argv[1:]:
         write()
     else:
-        sys.stdout.write(capability_table() + "\n")
+        sys.stdout.write(f"{capability_table()}\n\n{architecture_table()}\n")
