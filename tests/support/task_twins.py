@@ -6,24 +6,15 @@ train.jsonl and valid.jsonl, which have 24 and 9.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from checkpoints import save_twin
 from PIL import Image
-from transformers import (
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
-)
-
-
-def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+from runs import write_lines
+from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 
 def seq2seq_lm(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
@@ -37,7 +28,7 @@ def seq2seq_lm(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFas
     tokenizer.save_pretrained(folder / "original")
     for split, part in (("train", texts[:24]), ("valid", texts[24:33])):
         rows = [{"source": text[:60], "target": text[: 20 + 5 * (n % 9)][::-1]} for n, text in enumerate(part)]
-        _write(folder / f"{split}.jsonl", rows)
+        write_lines(folder / f"{split}.jsonl", rows)
 
 
 def image_embedding(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
@@ -48,7 +39,7 @@ def image_embedding(folder: Path, texts: list[str], tokenizer: PreTrainedTokeniz
         for number in range(count):
             pixels = random.integers(0, 255, (16, 16), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / f"{split}-{number}.png")
-        _write(folder / f"{split}.jsonl", [{"image": f"{split}-{number}.png"} for number in range(count)])
+        write_lines(folder / f"{split}.jsonl", [{"image": f"{split}-{number}.png"} for number in range(count)])
 
 
 TWINS: dict[str, Callable[[Path, list[str], PreTrainedTokenizerFast], None]] = {

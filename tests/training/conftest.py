@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from checkpoints import save_twin
 from PIL import Image
+from runs import write_lines
 from task_twins import TWINS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -37,7 +37,6 @@ from hf_linear_attention.training.tracking import read_metrics
 
 
 VOCABULARY = 300
-ROOT = Path(__file__).resolve().parents[2]
 Finetune = Callable[..., list[dict[str, Any]]]
 
 
@@ -81,16 +80,16 @@ def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"vocab_size": VOCABULARY, "max_position_embeddings": 128}
+
+
 def llama_config(**options: Any) -> LlamaConfig:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True}
-    return LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=128, **(sizes | tokens | options))
+    return LlamaConfig(pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True, **SIZES, **options)
 
 
 def bert_config(**options: Any) -> BertConfig:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertConfig(vocab_size=VOCABULARY, max_position_embeddings=128, **(sizes | no_dropout | options))
+    return BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SIZES, **options)
 
 
 @pytest.fixture(scope="session")
@@ -138,17 +137,11 @@ def masked_teacher(save: Callable[..., str]) -> str:
 
 
 @pytest.fixture(scope="session")
-def classifier(save: Callable[..., str]) -> str:
-    return save(BertForSequenceClassification, bert_config(hidden_dropout_prob=0.1, num_labels=2))
-
-
-@pytest.fixture(scope="session")
 def named_classifier(save: Callable[..., str]) -> str:
     """Its classes are those of `files`; with dropout, so that resuming it exactly needs the random state."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     names = {"id2label": {0: "short", 1: "long"}, "label2id": {"short": 0, "long": 1}}
-    config = BertConfig(vocab_size=VOCABULARY, max_position_embeddings=128, **sizes, **names)
-    return save(BertForSequenceClassification, config)
+    return save(BertForSequenceClassification, BertConfig(**(SIZES | sizes), **names))
 
 
 @pytest.fixture(scope="session")
@@ -171,17 +164,14 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
-    """A folder: train and valid as .txt (paragraphs), .jsonl and labelled .tsv and .csv."""
+    """A folder: train and valid as .txt (paragraphs), .jsonl and labelled .tsv."""
     folder = tmp_path_factory.mktemp("files")
     for name, part in (("train", texts[:60]), ("valid", texts[60:81])):
         (folder / f"{name}.txt").write_text("\n\n".join(part), encoding="utf-8")
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in part)
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        write_lines(folder / f"{name}.jsonl", ({"text": text} for text in part))
         rows = [(" ".join(text.split()), "long" if len(text) > 200 else "short") for text in part]
         table = "".join(f"{text}\t{label}\n" for text, label in [("text", "label"), *rows])
         (folder / f"{name}.tsv").write_text(table, encoding="utf-8")
-        with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerows([("text", "label"), *rows])
     return folder
 
 
@@ -189,9 +179,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
 def any_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with the columns of every task, for tests that only look at options."""
     row = dict.fromkeys(("text", "label", "image", "source", "target"), "Here")
-    path = tmp_path_factory.mktemp("any_task") / "train.jsonl"
-    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    return path
+    return write_lines(tmp_path_factory.mktemp("any_task") / "train.jsonl", [row])
 
 
 @pytest.fixture(scope="session")
@@ -206,7 +194,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(random.integers(low, low + 150, (16, 16), dtype=np.uint8)).save(path)
             rows.append({"image": str(path.relative_to(folder)), "label": name})
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_lines(folder / f"{split}.jsonl", rows)
     return folder
 
 
@@ -251,11 +239,4 @@ def finetune(tmp_path: Path) -> Finetune:
 @pytest.fixture(scope="session")
 def environment(dataset_cache: Path) -> dict[str, str]:
     """For subprocesses: offline, one thread, the tests' data cache."""
-    paths = os.environ.get("PYTHONPATH", "")
-    return {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_DATASETS_CACHE": str(dataset_cache),
-        "PYTHONPATH": paths,
-    }
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(dataset_cache)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,26 +61,22 @@ def test_adapters_alone_change_the_projections_and_nothing_else(
     assert type(loaded).__name__ == "LinearLlamaForCausalLM"
 
 
-def test_resuming_with_adapters_is_bit_exact(finetune, causal: list[Any], tmp_path: Path) -> None:
-    options = [*causal, "--max_train_steps", 4, "--checkpointing_steps", 2]
-    finetune(*options, output_dir=tmp_path / "whole")
-    parted = tmp_path / "parted"
-    parted.mkdir()
-    (tmp_path / "whole" / "checkpoint-2").rename(parted / "checkpoint-2")
-    finetune(*options, "--resume_from_checkpoint", "latest", output_dir=parted)
-    assert changed(tmp_path / "whole", parted) == set()
-
-
-def test_the_best_adapters_are_what_is_saved(
+def test_a_resumed_run_is_the_same_bit_by_bit_and_saves_the_best_adapters(
     finetune, causal: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The figures are replaced, the weights are the run's own: step 2 of 3 is best, and its checkpoint is merged."""
-    figures = iter([9.0, 3.0, 1.0, 2.0])
+    """The figures are replaced, the weights are the runs' own: step 2 of 4 is best, and its checkpoint is merged."""
+    figures = iter([9.0, 1.0, 2.0, 2.0])  # before training, which does not count, and of steps 2, 4 and again 4
     compute = lambda *_, **__: {"nats_per_token": next(figures)}  # noqa: E731 (one line of bookkeeping)
     monkeypatch.setattr("hf_linear_attention.training.evaluation.scores.TokenLoss._compute", compute)
-    finetune(*causal, "--max_train_steps", 3, "--eval_steps", 1, "--load_best_model_at_end", "--recall_texts", 0)
-    out = tmp_path / "out"
-    assert changed(out / "checkpoint-2", out) == set()
-    assert changed(out / "checkpoint-1", out)
-    report = json.loads((out / "training_report.json").read_text(encoding="utf-8"))
-    assert report["runs"][-1]["metrics"] == {"eval_nats_per_token": 1.0}
+    options = [*causal, "--max_train_steps", 4, "--checkpointing_steps", 2, "--eval_steps", 2, "--recall_texts", 0]
+    options += ["--load_best_model_at_end"]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    finetune(*options, output_dir=whole)
+    shutil.copytree(whole / "checkpoint-2", parted / "checkpoint-2")
+    finetune(*options, "--resume_from_checkpoint", "latest", output_dir=parted)
+    assert not changed(whole / "checkpoint-4", parted / "checkpoint-4")
+    for out in (whole, parted):
+        assert not changed(out / "checkpoint-2", out)
+        assert changed(out / "checkpoint-4", out)
+        report = json.loads((out / "training_report.json").read_text(encoding="utf-8"))
+        assert report["runs"][-1]["metrics"] == {"eval_nats_per_token": 1.0}

@@ -65,31 +65,17 @@ def test_only_steps_compute_without_denormal_numbers(options, finetune, monkeypa
         (["--warmup_ratio", 0.2], [0, 0.5, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),  # 1.6 steps are 2
         (["--warmup_ratio", 0.5, "--lr_scheduler_type", "constant_with_warmup"], [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]),
         (["--lr_scheduler_type", "constant"], [1] * STEPS),
-        ([], [1 - step / STEPS for step in range(STEPS)]),
     ],
-    ids=lambda value: "-".join(map(str, value)) if value and isinstance(value[0], str) else "",
 )
-def test_the_rate_rises_over_the_warm_up(
-    schedule: list[Any], expected: list[float], finetune, options: list[Any], steps: Steps
+def test_the_rates_rise_over_the_warm_up(
+    schedule: list[Any], expected: list[float], finetune, converted, options: list[Any], llama: str, steps: Steps
 ) -> None:
-    """The rate of every step, as the optimizer has it and as it is logged."""
-    events = finetune(*options, *schedule)
-    rates = [PEAK * share for share in expected]
-    assert [event["learning_rate"] for event in events] == pytest.approx(rates)
-    assert len(steps) == STEPS
-    for (groups, _), rate in zip(steps, rates, strict=True):
-        assert groups == pytest.approx([rate] * len(groups))
-
-
-def test_the_mechanisms_rate_warms_up_with_the_other(
-    finetune, converted, options: list[Any], llama: str, steps: Steps
-) -> None:
-    student = converted(llama, mechanism="linear")
-    options = [student if option == llama else option for option in options]
-    events = finetune(*options, "--warmup_ratio", 0.5, "--mechanism_learning_rate", 10 * PEAK)
-    shares = [0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25]
-    assert [event["mechanism_learning_rate"] for event in events] == pytest.approx([10 * PEAK * s for s in shares])
-    for (groups, _), share in zip(steps, shares, strict=True):
+    """The rate of every step, as the optimizer has it and as it is logged; that of the mechanisms goes with it."""
+    student = ["--model_name_or_path", converted(llama, mechanism="linear"), "--mechanism_learning_rate", 10 * PEAK]
+    events = finetune(*options, *schedule, *student)
+    for name, peak in (("learning_rate", PEAK), ("mechanism_learning_rate", 10 * PEAK)):
+        assert [event[name] for event in events] == pytest.approx([peak * share for share in expected])
+    for (groups, _), share in zip(steps, expected, strict=True):
         assert sorted({round(rate, 9) for rate in groups}) == pytest.approx(sorted({PEAK * share, 10 * PEAK * share}))
 
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from runs import write_lines
-from safetensors.torch import load_file, save_file
 from task_twins import TWINS
 from torch import nn
 from transformers import AutoTokenizer
@@ -80,18 +79,8 @@ def with_code(llama: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lacking(student: Path, folder: Path) -> Path:
-    """A model without one of its weights."""
-    shutil.copytree(student, folder / "lacking")
-    tensors = load_file(student / "model.safetensors")
-    tensors.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(tensors, folder / "lacking" / "model.safetensors", metadata={"format": "pt"})
-    return folder / "lacking"
-
-
-@pytest.fixture(scope="module")
 def cases(
-    folder: Path, student: Path, with_code: Path, lacking: Path, llama_teacher: str, masked: str, bert: str,
+    folder: Path, student: Path, with_code: Path, llama_teacher: str, masked: str, bert: str,
     bert_teacher: str, named_classifier: str, vision_teacher: str, pictures: Path, save: Callable[..., str],
     twin: Callable[[str], Path], converted: Callable[..., Path], llama: str,
 ) -> dict[str, dict[str, Options]]:  # fmt: skip
@@ -162,10 +151,8 @@ def cases(
         },
         "beside": {
             "trust_remote_code": {"model_name_or_path": with_code},
-            "allow_missing": {"model_name_or_path": lacking},
             "dataset_name": {"train_file": None},
             "attention_transfer_weight": {"trainable": "mechanism"},
-            "seed": {"evaluation": {"task": "masked_lm"}},  # the masks
             "group_by_length": {"max_train_steps": 3, "per_device_train_batch_size": 2, "max_length": 64},
             "label_column_name": {"task": "sequence_classification"},
             "overwrite_output_dir": {"used": True},
@@ -193,23 +180,17 @@ def default_of(name: str) -> Any:
     return None if FIELDS[name].default is MISSING else FIELDS[name].default
 
 
-def base_of(name: str, cases: dict[str, dict[str, Options]], is_trained: bool) -> Options:
+def base_of(name: str, cases: dict[str, dict[str, Options]]) -> Options:
     """Options with which this one can do something."""
-    facts, beside = FACTS[name], dict(cases["beside"].get(name, {}))
-    only_there = beside.pop("evaluation", {})
-    beside |= {} if is_trained else only_there
+    facts, beside = FACTS[name], cases["beside"].get(name, {})
     task = beside.get("task") or ("causal_lm" if "causal_lm" in (facts.tasks or ("causal_lm",)) else facts.tasks[0])
-    options = {**cases["base"], "task": task, **cases["task"][task]}
-    options |= beside
+    options = {**cases["base"], "task": task, **cases["task"][task], **beside}
     needed, more = facts.needs, {}
     while needed and not any(options.get(other) is not None for other in needed):
         first = needed[0]
         more |= TRANSFER if first in TRANSFER else {first: value_of(first, options, cases)}
         needed = FACTS[first].needs
-    options |= {**more, **beside}  # which also decides what is needed
-    if not is_trained:
-        options = {key: value for key, value in options.items() if key == "used" or FACTS[key].for_evaluation}
-    return options
+    return {**options, **more, **beside}  # which also decides what is needed
 
 
 def value_of(name: str, options: Options, cases: dict[str, dict[str, Options]]) -> Any:
@@ -240,7 +221,7 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Opti
         if options.get("output_dir") is not None:
             options["output_dir"] = root / options["output_dir"]
         if options.pop("used", False):
-            main(words(options | ({"checkpointing_steps": 1} if "train_file" in options else {})))
+            main(words(options | {"checkpointing_steps": 1}))
         calls.clear()
         choices: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
@@ -273,10 +254,13 @@ def words(options: Options) -> list[str]:
     return [f"--{name}={value}" for name, value in options.items() if value is not None]
 
 
-def check(
-    name: str, cases: dict[str, dict[str, Options]], observe: Any, capsys: pytest.CaptureFixture[str], is_trained: bool
-) -> None:
-    base = base_of(name, cases, is_trained)
+# `tests/faults/test_places.py` trains with it.
+ELSEWHERE = {"allow_missing"}
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in ELSEWHERE])
+def test_an_option_does_something(name: str, cases, observe, capsys) -> None:
+    base = base_of(name, cases)
     value = value_of(name, base, cases)
     before, after = observe(base), observe({**base, name: value})
     error = capsys.readouterr().err
@@ -285,13 +269,3 @@ def check(
         return
     assert 0 in (before["code"], after["code"]), f"--{name} {value} is not looked at where a run succeeds: {error}"
     assert before != after, f"--{name} {value} changes nothing"
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_an_option_of_training_does_something(name: str, cases, observe, capsys) -> None:
-    check(name, cases, observe, capsys, is_trained=True)
-
-
-@pytest.mark.parametrize("name", ["max_length", "max_eval_tokens", "seed"])
-def test_an_option_of_evaluation_alone_does_something(name: str, cases, observe, capsys) -> None:
-    check(name, cases, observe, capsys, is_trained=False)

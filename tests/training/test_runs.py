@@ -1,4 +1,4 @@
-"""Whole runs on tiny models: what is learned, equality of splits, resuming, what is written."""
+"""Whole runs on tiny models: what is learned, equality of splits, what is written."""
 
 from __future__ import annotations
 
@@ -30,22 +30,12 @@ from hf_linear_attention.training.models import disable_dropout, parameter_group
 Events = list[dict[str, Any]]
 
 
-def evaluations(events: Events) -> Events:
-    return [event for event in events if any(name.startswith("eval_") for name in event)]
-
-
 def losses(events: Events) -> Events:
     return [{k: v for k, v in event.items() if k != "tokens_per_second"} for event in events if "loss" in event]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
-
-
-def largest_difference(mine: Path, yours: Path) -> float:
-    a, b = weights(mine), weights(yours)
-    assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 @pytest.fixture
@@ -74,51 +64,15 @@ def test_accumulated_ragged_batches_equal_one_batch(
     models = ["--model_name_or_path", masked, "--teacher_name_or_path", masked_teacher, "--task", "masked_lm"]
     ones = [o for n in ("task_loss", "logits_kl", "hidden_state", "embedding") for o in (f"--{n}_weight", 1)]
     rest = ["--train_file", files / "train.txt", "--max_train_steps", 3, "--learning_rate", "1e-3"]
-    runs = []
+    events = []
     for batch_size, accumulation in [(4, 1), (1, 4)]:
         split = ["--per_device_train_batch_size", batch_size, "--gradient_accumulation_steps", accumulation]
-        folder = tmp_path / f"{batch_size}"
         options = [*models, *ones, "--hidden_state_layers", "all", *rest, *split, "--logging_steps", 1]
-        runs.append((folder, losses(finetune(*options, output_dir=folder))))
-    for folder, events in runs[1:]:
-        for mine, yours in zip(events, runs[0][1], strict=True):
-            assert mine == pytest.approx(yours, rel=2e-5)
-        assert largest_difference(folder, runs[0][0]) < 2e-5
-
-
-def dropout_options(classifier: str, files: Path) -> list[Any]:
-    data = ["--train_file", files / "train.tsv", "--validation_file", files / "valid.tsv"]
-    steps = ["--max_train_steps", 6, "--checkpointing_steps", 3, "--logging_steps", 2, "--eval_steps", 3]
-    split = ["--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2, "--learning_rate", "1e-3"]
-    return ["--model_name_or_path", classifier, "--task", "sequence_classification", *data, *steps, *split]
-
-
-def test_resuming_is_bit_exact_with_dropout(
-    finetune, named_classifier: str, files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = dropout_options(named_classifier, files)
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    expected = finetune(*options, output_dir=whole)
-    shutil.copytree(whole / "checkpoint-3", parted / "checkpoint-3")
-    # an interrupted run: it got one step further than its last checkpoint, and was writing the next
-    lines = (whole / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    (parted / "metrics.jsonl").write_text("\n".join(lines[:4]) + '\n{"step": 5, "lo', encoding="utf-8")
-    (parted / ".incomplete-checkpoint-6").mkdir()
-    resumed = finetune(*options, "--resume_from_checkpoint", "latest", output_dir=parted)
-    assert losses(resumed) == losses(expected)
-    assert evaluations(resumed) == evaluations(expected)
-    for path in ("", "checkpoint-6"):
-        for name, value in weights(whole / path).items():
-            assert torch.equal(value, weights(parted / path)[name]), name
-    assert not list(parted.glob(".incomplete*"))
-    # the test can fail: dropout draws from the restored generator
-    state = torch.load(parted / "checkpoint-3" / "random_states_0.pkl", weights_only=False)
-    state["torch_manual_seed"] = torch.Generator().manual_seed(99).get_state()
-    torch.save(state, parted / "checkpoint-3" / "random_states_0.pkl")
-    write_checksums(parted / "checkpoint-3")
-    changed = tmp_path / "changed"
-    finetune(*options, "--resume_from_checkpoint", parted / "checkpoint-3", output_dir=changed)
-    assert largest_difference(changed, whole) > 0
+        events.append(losses(finetune(*options, output_dir=tmp_path / f"{batch_size}")))
+    for mine, yours in zip(*events, strict=True):
+        assert mine == pytest.approx(yours, rel=2e-5)
+    one, four = weights(tmp_path / "4"), weights(tmp_path / "1")
+    assert max((four[name] - value).abs().max().item() for name, value in one.items()) < 2e-5
 
 
 def test_another_learning_rate_and_length_hold_from_the_checkpoint_on(
@@ -152,13 +106,6 @@ def test_mixed_precision_keeps_float32_weights(finetune, causal: list[str], llam
     assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.float32}
 
 
-def test_latest_without_checkpoint_starts_fresh(finetune, causal: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        events = finetune(*causal, "--max_train_steps", 1, "--resume_from_checkpoint", "latest")
-    assert "no intact checkpoint in" in caplog.text
-    assert events[0]["step"] == 0
-
-
 def test_overwriting_forgets_the_earlier_run(finetune, causal: list[str], tmp_path: Path) -> None:
     small = ["--max_train_steps", 2, "--checkpointing_steps", 1, "--max_eval_tokens", 20]
     finetune(*causal, *small)
@@ -174,23 +121,22 @@ def test_final_folder_loads_and_holds_sidecars(
 ) -> None:
     source = tmp_path / "source"
     shutil.copytree(bert, source)
-    modules = [
-        {"idx": 0, "name": "0", "path": "", "type": "T"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "P"},
-    ]
-    (source / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
-    (source / "sentence_bert_config.json").write_text('{"max_seq_length": 64}', encoding="utf-8")
     (source / "1_Pooling").mkdir()
-    (source / "1_Pooling" / "config.json").write_text("{}", encoding="utf-8")
     converted = {"base_model": "bert", "figures": {"weights": 3}, "quality": {"cosine": 0.123}}
-    (source / "conversion_report.json").write_text(json.dumps(converted), encoding="utf-8")
+    sidecars = {
+        "modules.json": [{"path": "", "type": "T"}, {"path": "1_Pooling", "type": "P"}],
+        "sentence_bert_config.json": {"max_seq_length": 64},
+        "1_Pooling/config.json": {},
+    }
+    for name, content in {**sidecars, "conversion_report.json": converted}.items():
+        (source / name).write_text(json.dumps(content), encoding="utf-8")
     models = ["--model_name_or_path", source, "--teacher_name_or_path", bert_teacher, "--task", "embedding"]
     data = ["--train_file", files / "train.txt", "--validation_file", files / "valid.txt"]
     events = finetune(*models, *data, "--max_train_steps", 12, "--learning_rate", "6e-3")
-    cosines = [event["eval_cosine"] for event in evaluations(events)]
+    cosines = [event["eval_cosine"] for event in events if "eval_cosine" in event]
     assert cosines[-1] > cosines[0] + 0.1
     out = tmp_path / "out"
-    for name in ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"):
+    for name in sidecars:
         assert (out / name).read_bytes() == (source / name).read_bytes()
     del converted["quality"]  # of the model before this training
     assert json.loads((out / "conversion_report.json").read_text(encoding="utf-8")) == converted
@@ -207,19 +153,18 @@ def test_final_folder_loads_and_holds_sidecars(
 
 
 def test_a_new_classifier_learns_and_keeps_its_class_names(finetune, bert: str, files: Path, tmp_path: Path) -> None:
-    data = ["--train_file", files / "train.csv", "--validation_file", files / "valid.tsv"]
+    data = ["--train_file", files / "train.tsv", "--validation_file", files / "valid.tsv"]
     options = ["--task", "sequence_classification", "--max_train_steps", 24, "--learning_rate", "3e-3"]
     events = finetune("--model_name_or_path", bert, *data, *options)
-    assert evaluations(events)[-1]["eval_samples"] == 21
-    assert evaluations(events)[-1]["eval_accuracy"] > 0.7
-    assert losses(events)[-1]["loss"] < losses(events)[0]["loss"]
+    assert events[-1]["eval_samples"] == 21
+    assert events[-1]["eval_accuracy"] > 0.7
     config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config
     assert config.label2id == {"long": 0, "short": 1}
 
 
 def test_a_run_that_would_learn_its_data_by_heart_is_warned_of(finetune, causal, tmp_path, caplog) -> None:
     (tmp_path / "short.txt").write_text("A text of a few words.")
-    words = [*causal, "--train_file", tmp_path / "short.txt"]
+    words = [*causal, "--train_file", tmp_path / "short.txt", "--max_eval_tokens", 20, "--recall_texts", 0]
     with caplog.at_level(logging.WARNING):
         finetune(*words, "--max_train_tokens", 100, output_dir=tmp_path / "few")
         assert "by heart" not in caplog.text
@@ -233,6 +178,7 @@ def test_a_run_that_would_learn_its_data_by_heart_is_warned_of(finetune, causal,
 
 def test_few_tokens_are_divided_into_enough_steps(finetune, causal: list[str], tmp_path: Path) -> None:
     limits = ["--max_train_tokens", 1000, "--per_device_train_batch_size", 16, "--logging_steps", 1]
+    limits += ["--max_eval_tokens", 20, "--recall_texts", 0]
 
     def steps(name: str, *more: Any) -> int:
         return len(losses(finetune(*causal, *limits, *more, output_dir=tmp_path / name)))

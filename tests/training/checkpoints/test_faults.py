@@ -14,7 +14,7 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from hf_linear_attention.training.tracking import read_metrics
 
 
 STEPS = 8
-Run = Callable[..., Path]
+RESUME = ["--resume_from_checkpoint", "latest"]
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -76,6 +76,8 @@ def begun(whole: Path, tmp_path: Path) -> Path:
     shutil.copytree(whole, folder)
     (folder / "checkpoint-8").rename(folder / ".incomplete-checkpoint-8")
     (folder / "model.safetensors").unlink()
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 9, "lo')
     return folder
 
 
@@ -133,7 +135,7 @@ def test_latest_goes_back_to_the_newest_intact_checkpoint(
     assert main(explicit) == 2
     assert "model.safetensors" in capsys.readouterr().err.splitlines()[-1]
     with caplog.at_level(logging.WARNING):
-        assert main(command(options, "--resume_from_checkpoint", "latest", folder=begun)) == 0
+        assert main(command(options, *RESUME, folder=begun)) == 0
     assert "checkpoint-6 is damaged" in caplog.text
     assert not changed(begun, whole)
     assert losses(begun) == losses(whole)
@@ -141,20 +143,56 @@ def test_latest_goes_back_to_the_newest_intact_checkpoint(
     assert all(find_damage(path) is None for path in list_checkpoints(begun))
 
 
+@pytest.fixture
+def selecting(options: list[Any]) -> list[Any]:
+    return [*options, "--eval_steps", 2, "--load_best_model_at_end"]
+
+
+@pytest.fixture
+def accuracies(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """To be filled with what evaluations say; each takes the first. The weights are the run's own."""
+    values: list[float] = []
+    monkeypatch.setattr(Classification, "_compute", lambda *_, **__: {"accuracy": values.pop(0)})
+    return values
+
+
 def test_the_best_model_is_kept_and_restored(
-    options: list[Any], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finetune, selecting: list[Any], accuracies: list[float], files: Path, tmp_path: Path
 ) -> None:
-    """The figures are replaced, the weights are the run's own: the best evaluation is the one after step 4 of 8."""
-    figures = iter([0.9, 0.5, 0.7, 0.6, 0.7])  # before training, which does not count, and after steps 2, 4, 6, 8
-    monkeypatch.setattr(Classification, "_compute", lambda *_, **__: {"accuracy": next(figures)})
-    best = ["--validation_file", files / "valid.tsv", "--eval_steps", 2, "--load_best_model_at_end"]
+    """The best evaluation is the one after step 4 of 8."""
+    accuracies[:] = [0.9, 0.5, 0.7, 0.6, 0.7]  # before training, which does not count, and after steps 2, 4, 6, 8
+    finetune(*selecting, "--validation_file", files / "valid.tsv", "--save_total_limit", 1)
     folder = tmp_path / "out"
-    assert main(command(options, *best, "--save_total_limit", 1, folder=folder)) == 0
     assert [path.name for path in list_checkpoints(folder)] == ["checkpoint-4", "checkpoint-8"]
     assert not changed(folder, folder / "checkpoint-4")
     assert changed(folder, folder / "checkpoint-8")
-    report = json.loads((folder / "training_report.json").read_text(encoding="utf-8"))
+    report = json.loads((folder / HISTORY).read_text(encoding="utf-8"))
     assert report["runs"][-1]["metrics"] == {"eval_accuracy": 0.7}
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["the same evaluation", "another evaluation"])
+def test_only_figures_of_the_same_evaluation_are_compared(
+    is_same: bool, finetune, selecting: list[Any], accuracies: list[float], files: Path, tmp_path, monkeypatch, caplog
+) -> None:
+    """No later accuracy reaches those before. A relative path of the same file, and batches of another size, make no
+    other evaluation."""
+
+    def stop(self: TrainingLoop, progress: Any) -> None:
+        if self.state.step == 5:
+            raise KeyboardInterrupt
+
+    accuracies[:] = [0.9, 0.99, 0.98]  # before training, and of steps 2 and 4
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "_log", stop)
+        finetune(*selecting, "--validation_file", files / "valid.tsv", expect=130)
+    accuracies[:] = [0.7, 0.6]  # of steps 6 and 8
+    monkeypatch.chdir(files)
+    other = ["--validation_file", "valid.tsv" if is_same else "train.tsv", "--per_device_eval_batch_size", 3]
+    with caplog.at_level(logging.WARNING):
+        finetune(*selecting, *other, *RESUME)
+    assert not accuracies
+    assert ("the best evaluation so far (step 2) cannot be compared" in caplog.text) is not is_same
+    assert not changed(tmp_path / "out", tmp_path / "out" / ("checkpoint-2" if is_same else "checkpoint-6"))
 
 
 @contextmanager
@@ -168,14 +206,13 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
 def test_a_file_that_cannot_be_written_keeps_the_last_good_checkpoint(
-    file: str, begun: Path, whole: Path, options: list[Any], capsys, caplog
+    begun: Path, whole: Path, options: list[Any], capsys
 ) -> None:
-    """A limit below the size of the weights, then one between it and that of the optimizer, which is twice as large."""
+    """A limit between the size of the weights and that of the optimizer, which is twice as large."""
     shutil.rmtree(begun / "checkpoint-6")
-    size = (whole / "checkpoint-6" / file).stat().st_size
-    again = command(options, "--resume_from_checkpoint", "latest", folder=begun)
+    size = (whole / "checkpoint-6" / "optimizer.pt").stat().st_size
+    again = command(options, *RESUME, folder=begun)
     with largest_file(size - 1):
         assert main(again) == 1
     error = capsys.readouterr().err.splitlines()[-1]
@@ -210,9 +247,9 @@ def test_a_loss_that_is_no_number_names_the_examples(
 def test_kill_9_at_any_moment(options: list[Any], tmp_path: Path, dataset_cache: Path) -> None:
     """Loses at most the 2 steps since the last checkpoint, and nothing of the result."""
     whole, folder = tmp_path / "whole", tmp_path / "out"
-    longer = [*options, "--max_train_steps", 24, "--save_total_limit", 2]
+    longer = [*options, "--max_train_steps", 16, "--save_total_limit", 2]
     assert main(command(longer, folder=whole)) == 0
-    again = command(longer, "--resume_from_checkpoint", "latest", folder=folder)
+    again = command(longer, *RESUME, folder=folder)
     kills = 0
     for delay in (random.uniform(0, 0.4) for _ in range(2)):
         before = newest_intact_checkpoint(folder)
@@ -262,10 +299,10 @@ def test_a_model_is_finished_only_with_its_last_file(
 
         monkeypatch.setattr(Path, "replace", killed)
         moved[0] = 0
-        assert main(command(options, "--resume_from_checkpoint", "latest", folder=folder)) == 130
+        assert main(command(options, *RESUME, folder=folder)) == 130
         assert not (folder / HISTORY).exists(), count
         monkeypatch.setattr(Path, "replace", replace)
-    assert main(command(options, "--resume_from_checkpoint", "latest", folder=folder)) == 0
+    assert main(command(options, *RESUME, folder=folder)) == 0
     assert not changed(folder, whole)
     assert (folder / HISTORY).read_bytes() == (whole / HISTORY).read_bytes()
 
@@ -285,7 +322,7 @@ def test_two_processes_end_and_resume_together(options: list[Any], tmp_path: Pat
     saved = latest_checkpoint(folders[1])
     assert saved is not None
     assert 0 < int(saved.name.split("-")[1]) < 60
-    again = command(two, "--resume_from_checkpoint", "latest", folder=folders[1])
+    again = command(two, *RESUME, folder=folders[1])
     assert processes.finish(processes.start(processes.finetune, dataset_cache, again, ranks=2)) == [0, 0]
     assert not changed(*folders)
     assert losses(folders[0]) == losses(folders[1])
@@ -297,76 +334,6 @@ def test_two_processes_end_and_resume_together(options: list[Any], tmp_path: Pat
     assert not torch.equal(*states)
 
 
-RESUME = ["--resume_from_checkpoint", "latest"]
-
-
-@pytest.fixture
-def selecting(named_classifier: str, files: Path) -> list[Any]:
-    model = ["--model_name_or_path", named_classifier, "--task", "sequence_classification"]
-    data = ["--train_file", files / "train.tsv", "--max_length", 32, "--learning_rate", "1e-3"]
-    steps = ["--max_train_steps", 10, "--checkpointing_steps", 2, "--eval_steps", 2]
-    return [*model, *data, *steps, "--per_device_train_batch_size", 2, "--load_best_model_at_end"]
-
-
-@pytest.fixture
-def accuracies(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """To be filled with what evaluations say; each takes the first."""
-    values: list[float] = []
-
-    def compute(*_: Any, **__: Any) -> dict[str, float]:
-        value = values.pop(0)
-        return {"accuracy": value, "f1": value}
-
-    monkeypatch.setattr(Classification, "_compute", compute)
-    return values
-
-
-@pytest.fixture
-def killed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function: run this, and kill it when it has logged step 5."""
-
-    def run(finetune: Any, *selecting: Any) -> None:
-        def stop(self: TrainingLoop, progress: Any) -> None:
-            if self.state.step == 5:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(TrainingLoop, "_log", stop)
-            finetune(*selecting, "--logging_steps", 1, expect=130)
-
-    return run
-
-
-def test_figures_of_other_evaluations_are_not_compared(
-    finetune, selecting: list[Any], accuracies: list[float], killed, files: Path, tmp_path: Path, caplog
-) -> None:
-    """No later accuracy reaches those before, which are of another evaluation."""
-    accuracies[:] = [0.9, 0.99, 0.98]  # before training, which does not count, and of steps 2 and 4
-    killed(finetune, *selecting, "--validation_file", files / "valid.tsv")
-    accuracies[:] = [0.5, 0.7, 0.6]  # of steps 6, 8 and 10
-    with caplog.at_level(logging.WARNING):
-        finetune(*selecting, "--validation_file", files / "train.tsv", *RESUME)
-    assert not accuracies
-    assert "validation_file: " in caplog.text
-    assert "the best evaluation so far (step 2) cannot be compared" in caplog.text
-    assert not changed(tmp_path / "out", tmp_path / "out" / "checkpoint-8")
-
-
-def test_the_same_evaluation_goes_on_being_compared(
-    finetune, selecting: list[Any], accuracies: list[float], killed, files: Path, tmp_path: Path, monkeypatch, caplog
-) -> None:
-    """The same file by a relative path, and batches of another size."""
-    accuracies[:] = [0.9, 0.99, 0.98]
-    killed(finetune, *selecting, "--validation_file", files / "valid.tsv")
-    accuracies[:] = [0.5, 0.7, 0.6]
-    same = ["--per_device_eval_batch_size", 3]
-    monkeypatch.chdir(files)
-    with caplog.at_level(logging.WARNING):
-        finetune(*selecting, *same, "--validation_file", "valid.tsv", *RESUME)
-    assert "cannot be compared" not in caplog.text
-    assert not changed(tmp_path / "out", tmp_path / "out" / "checkpoint-2")
-
-
 def test_with_nothing_left_to_train_and_another_evaluation_the_last_weights_are_taken(
     finetune, selecting: list[Any], files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -376,7 +343,7 @@ def test_with_nothing_left_to_train_and_another_evaluation_the_last_weights_are_
     finetune(*other, "--seed", 1, expect=2)
     assert "seed: 42 -> 1" in capsys.readouterr().err
     finetune(*other)
-    assert not changed(tmp_path / "out", tmp_path / "out" / "checkpoint-10")
+    assert not changed(tmp_path / "out", tmp_path / "out" / "checkpoint-8")
     figures = json.loads((tmp_path / "out" / HISTORY).read_text(encoding="utf-8"))["runs"][-1]["metrics"]
     assert figures["eval_samples"] == 60
 

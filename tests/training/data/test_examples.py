@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +52,17 @@ def test_running_text_is_one_stream_after_one_bos(build, files: Path, tokenizer:
 
 
 def test_every_json_document_starts_with_bos(build, files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = files / "train.jsonl"
-    joined = [token for block in tokens_of(build("causal_lm", "train", train_file=str(path))) for token in block]
-    texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
-    expected = [t for text in texts for t in [tokenizer.bos_token_id, *tokenizer(text).input_ids]]
-    assert joined == expected[: len(joined)]
-    assert len(expected) - len(joined) <= 1
-
-
-def test_documents_are_evaluated_one_by_one(build, files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = files / "valid.jsonl"
-    documents = tokens_of(build("causal_lm", "validation", validation_file=str(path)))
-    texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
-    assert documents == [[tokenizer.bos_token_id, *tokenizer(text).input_ids][:16] for text in texts]
+    """In training they are packed, and evaluated one by one."""
+    for split, name in (("train", "train"), ("validation", "valid")):
+        lines = (files / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        expected = [[tokenizer.bos_token_id, *tokenizer(json.loads(line)["text"]).input_ids] for line in lines]
+        found = tokens_of(build("causal_lm", split, **{f"{split}_file": str(files / f"{name}.jsonl")}))
+        if split == "train":
+            stream, blocks = (list(chain(*texts)) for texts in (expected, found))
+            assert blocks == stream[: len(blocks)]
+            assert len(stream) - len(blocks) <= 1
+        else:
+            assert found == [text[:16] for text in expected]
 
 
 def test_paragraphs_of_a_text_file_are_documents(build, files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -89,28 +88,27 @@ def test_tables(build, tmp_path: Path) -> None:
         build("embedding", "train", train_file=str(tmp_path / "t.tsv"), text_column_name="nothere")
 
 
-BAD_FILES = {
-    "t.jsonl": ('{"text": "a"}\n\n{"text": null}\n{"text": "b"}\n', ["line 3: `text` is None"]),
-    "u.jsonl": (
-        '{"text": "a"}\n{"text": \n{"text": 5}\n{"text": "b"}\n',
-        ["line 2: is not a JSON object", "line 3: `text` is 5"],
-    ),
-    "t.csv": (
-        'text,label\n"a\nb",x\n,y\nb,\nc,y\n',
-        ["line 4: `text` is empty", "line 5: `label` is missing"],
-    ),
-}
+CLASSES = {"classes": {"x": 0, "y": 1}}
+COLUMNS = {"text_column_name": "source", "text_pair_column_name": "target"}
 
 
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_rows_are_refused(name: str, build, tmp_path: Path) -> None:
-    content, places = BAD_FILES[name]
-    (tmp_path / name).write_text(content, encoding="utf-8")
-    labelled = name.endswith(".csv")
-    arguments = {"task": "sequence_classification" if labelled else "causal_lm", "split": "train"}
-    options = {"train_file": str(tmp_path / name), "classes": {"x": 0, "y": 1} if labelled else None}
+@pytest.mark.parametrize(
+    ("task", "suffix", "content", "options", "places"),
+    [
+        ("causal_lm", "jsonl", '{"text": "a"}\n\n{"text": null}\n{"text": "b"}\n', {}, ["line 3: `text` is None"]),
+        ("causal_lm", "jsonl", '{"text": "a"}\n{"text": \n{"text": 5}\n', {}, ["2: is not a JSON", "3: `text` is 5"]),
+        ("seq2seq_lm", "jsonl", '{"source": "a", "target": 3}\n', COLUMNS, ["line 1: `target` is 3"]),
+        (
+            *("sequence_classification", "csv", 'text,label\n"a\nb",x\n,y\nb,\nc,y\n', CLASSES),
+            ["line 4: `text` is empty", "line 5: `label` is missing"],
+        ),
+    ],
+)
+def test_bad_rows_are_refused(task, suffix, content, options, places, build, tmp_path: Path) -> None:
+    path = tmp_path / f"t.{suffix}"
+    path.write_text(content, encoding="utf-8")
     with pytest.raises(TrainingError, match=r"bad row\(s\) in .*Correct or remove them") as error:
-        build(**arguments, **options)
+        build(task, "train", train_file=str(path), **options)
     assert all(place in str(error.value) for place in places)
 
 

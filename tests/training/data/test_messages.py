@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from runs import write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linear_attention import convert
-from hf_linear_attention._common.errors import DataError
+from hf_linear_attention._common.errors import DataError, TrainingError
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import load_processor
 from hf_linear_attention.training.data.splits import load_data
@@ -90,26 +89,19 @@ def test_the_loss_is_that_of_the_answers(chat: dict[str, Path], finetune: Any) -
         assert next(event[name] for event in events if name in event) == pytest.approx(total / count, rel=1e-4)
 
 
-def test_a_bad_conversation_is_named(chat: dict[str, Path]) -> None:
-    lines = chat["data.jsonl"].read_text(encoding="utf-8")
-    chat["data.jsonl"].write_text(lines + '{"messages": [\n{"messages": "Hello."}\n', encoding="utf-8")
+def test_what_is_no_conversation_is_refused(chat: dict[str, Path], tmp_path: Path) -> None:
+    good = chat["data.jsonl"].read_text(encoding="utf-8")
+    chat["data.jsonl"].write_text(good + '{"messages": [\n{"messages": "Hello."}\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"2 bad row.*line 4: is not a JSON object; line 5: `messages` is 'Hello.'"):
         examples_of(chat)
-
-
-def test_what_is_no_conversation_is_refused(
-    chat: dict[str, Path], finetune: Any, files: Path, tmp_path: Path, capsys: Any
-) -> None:
-    options = ["--task", "causal_lm", "--model_name_or_path", chat["student"], "--train_file"]
-    row = {"messages": [{"role": "user", "content": "Hello."}]}
-    (tmp_path / "bad.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    finetune(*options, tmp_path / "bad.jsonl", expect=2)
-    assert "no message has the role `assistant`" in capsys.readouterr().err
+    write_lines(chat["data.jsonl"], [{"messages": [{"role": "user", "content": "Hello."}]}])
+    with pytest.raises(DataError, match="no message has the role `assistant`"):
+        examples_of(chat)
+    chat["data.jsonl"].write_text(good, encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(chat["student"])
-    for template, problem in ((None, "with a chat template"), ("{{ messages | length }}", "changes earlier messages")):
+    for template, problem in (("{{ messages | length }}", "changes earlier messages"), (None, "with a chat template")):
         tokenizer.chat_template = template
-        tokenizer.save_pretrained(tmp_path / "tokenizer")
-        if template is None:
-            (tmp_path / "tokenizer" / "chat_template.jinja").unlink(missing_ok=True)
-        finetune(*options, chat["data.jsonl"], "--tokenizer_name", tmp_path / "tokenizer", expect=2)
-        assert problem in capsys.readouterr().err
+        (chat["student"] / "chat_template.jinja").unlink(missing_ok=True)
+        tokenizer.save_pretrained(chat["student"])
+        with pytest.raises(TrainingError, match=problem):
+            examples_of(chat)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,8 +30,8 @@ from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.run import keeps_documents_apart
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 11, 12, 13, 64, 97])
-@pytest.mark.parametrize("max_length", [2, 3, 8, 9])
+@pytest.mark.parametrize("length", [1, 8, 9, 12, 97])
+@pytest.mark.parametrize("max_length", [2, 8, 9])
 @pytest.mark.parametrize("bos", [None, 1])
 def test_windows_score_each_token_once_with_half_a_window_of_context(length: int, max_length: int, bos) -> None:
     stream = np.arange(100, 100 + length)
@@ -84,10 +85,7 @@ def test_blocks_hold_the_whole_stream() -> None:
         [20, 21, 22],
     ]
     assert blocks.lengths.tolist() == [10, 10, 3]
-
-
-def test_a_block_of_one_token_is_left_out() -> None:
-    assert PackedBlocks([np.arange(21)], 10).lengths.tolist() == [10, 10]
+    assert PackedBlocks([np.arange(21)], 10).lengths.tolist() == [10, 10]  # a block of one token is left out
 
 
 def test_shorten_takes_the_first_examples() -> None:
@@ -118,23 +116,27 @@ def test_packed_documents_start_anew() -> None:
     ]
 
 
-def converted(family: str, mechanism: str, seed: int) -> PreTrainedModel:
+def stock(family: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     if family == "llama":
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=300, num_key_value_heads=2, initializer_range=0.2, **sizes))
-    else:
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2))
-    options = {"linear": {}, "hybrid": {"window_size": 4, "num_features": 8}}
-    return (convert(model, mechanism=mechanism, **options[mechanism]) if mechanism in options else model).eval()
+        return LlamaForCausalLM(LlamaConfig(vocab_size=300, num_key_value_heads=2, initializer_range=0.2, **sizes))
+    return GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mechanism", ["softmax", "linear", "hybrid"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_packed_documents_cost_what_they_cost_apart(family: str, mechanism: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"mechanism": "hybrid", "window_size": 4, "num_features": 8}),
+        ("gpt2", {"mechanism": "linear"}),
+        ("gpt2", None),
+    ],
+)
+def test_packed_documents_cost_what_they_cost_apart(family: str, settings: dict[str, Any] | None) -> None:
     """Cross-entropy and KL to a teacher. Tolerance: float32 sums in another order, 3e-7 a term on some 5 nats."""
-    student, teacher = converted(family, mechanism, 0), converted(family, "softmax", 1)
+    student, teacher = stock(family, 0).eval(), stock(family, 1).eval()
+    student = student if settings is None else convert(student, **settings).eval()
     assert keeps_documents_apart(student)
     random = np.random.default_rng(0)
     documents = [random.integers(5, 300, length) for length in (3, 17, 2, 9, 14)]

@@ -5,14 +5,12 @@ And two connected processes give what one gives.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
@@ -28,15 +26,6 @@ from hf_linear_attention.training.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = sorted((ROOT / "training" / "launch").glob("*.yaml"))
-RECIPES = sorted((ROOT / "training" / "configs").glob("*.yaml"))
-PRESETS = sorted((ROOT / "training" / "presets").glob("*.yaml"))
-
-
-def test_no_yaml_of_the_project_is_left_out() -> None:
-    places = ("training", "conversion", "benchmarks", "hf_linear_attention", "model_cards")
-    found = sorted(path for place in places for path in (ROOT / place).rglob("*.y*ml"))
-    assert found == sorted([*LAUNCH, *RECIPES, *PRESETS])
-    assert all((LAUNCH, RECIPES, PRESETS))
 
 
 @pytest.mark.parametrize("path", LAUNCH, ids=lambda path: path.stem)
@@ -139,14 +128,13 @@ def test_two_processes_equal_one(
     expected = finetune(*options, "--per_device_train_batch_size", 4, output_dir=one)
     config = ROOT / "training" / "launch" / "cpu2.yaml"
     launch = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(config)]
-    split = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2", "--checkpointing_steps", "3"]
+    split = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2"]
     script = ["--main_process_port", "0", str(ROOT / "training" / "finetune.py")]
     command = [*launch, *script, *options, *split, "--output_dir", str(two)]
     clean = {name: value for name, value in environment.items() if name not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     done = subprocess.run(command, env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 process(es)" in done.stderr
-    assert done.stderr.count("no checkpoint") == 0
     got = read_metrics(two / "metrics.jsonl")
     assert len(got) == len(expected) == 7
     for mine, yours in zip(got, expected, strict=True):
@@ -155,8 +143,3 @@ def test_two_processes_equal_one(
         assert mine == pytest.approx(yours, rel=5e-5)
     weights, others = load_file(two / "model.safetensors"), load_file(one / "model.safetensors")
     assert all((weights[name] - others[name]).abs().max() < 5e-5 for name in others)
-    saved = sorted(path.name for path in (two / "checkpoint-3").glob("random_states_*.pkl"))
-    assert saved == ["random_states_0.pkl", "random_states_1.pkl"]
-    generators = [torch.load(two / "checkpoint-3" / name, weights_only=False)["torch_manual_seed"] for name in saved]
-    assert not torch.equal(*generators)
-    assert os.path.exists(two / "README.md")

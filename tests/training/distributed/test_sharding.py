@@ -70,7 +70,7 @@ def test_a_sharded_step_is_a_whole_one(mechanism: str, options: Any, converted: 
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "options"), [("linear", {"feature_map": "elu1"}), ("performer", {}), ("hybrid", {"num_features": 8})]
+    ("mechanism", "options"), [("linear", {"feature_map": "elu1"}), ("hybrid", {"num_features": 8})]
 )
 def test_tensor_parallel_by_the_plan_of_the_base_model(
     mechanism: str, options: Any, converted: Converted, tmp_path: Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,12 +27,13 @@ from hf_linear_attention.training.losses.objectives import (
 )
 from hf_linear_attention.training.losses.outputs import StudentOutputs
 from hf_linear_attention.training.losses.teacher import Teacher
-from hf_linear_attention.training.recipe import ObjectiveArguments, Recipe
+from hf_linear_attention.training.recipe import ObjectiveArguments
 
 
-def recipe(task: str, **objective: object) -> Recipe:
-    weights = {f"{name}_weight": 1.0 for name in OBJECTIVES} | {"hidden_state_layers": "all"} | objective
-    return recipe_of(task, **weights)
+def objectives_of(task: str, **weights: float) -> Any:
+    """The objectives with these weights, and no others."""
+    every = {f"{name}_weight": weights.get(name, 0.0) for name in OBJECTIVES}
+    return build_objectives(recipe_of(task, hidden_state_layers="all", **every))
 
 
 def ragged_batch(task: str, extra: int, fill: int) -> dict[str, Tensor]:
@@ -71,8 +73,7 @@ def test_padding_changes_neither_loss_nor_units(task: str, name: str, request) -
         with torch.no_grad():  # far keys have too small a share
             for path, parameter in student.named_parameters():
                 parameter -= 10.0 * ("far_log_scale" in path)
-    weights = {f"{other}_weight": float(other == name) for other in OBJECTIVES}
-    objectives = build_objectives(recipe(task, **weights))
+    objectives = objectives_of(task, **{name: 1.0})
     module = StudentWithObjectives(student, objectives, "all")
     watcher = Teacher(teacher, nullcontext, layers="all")
     results = []
@@ -94,8 +95,7 @@ def test_padding_changes_neither_loss_nor_units(task: str, name: str, request) -
 def test_task_loss_is_the_loss_of_transformers(llama: str) -> None:
     model = LlamaForCausalLM.from_pretrained(llama).eval()
     batch = ragged_batch("causal_lm", 3, 0)
-    others = {f"{name}_weight": 0.0 for name in OBJECTIVES if name != "task_loss"}
-    objectives = build_objectives(recipe("causal_lm", **others))
+    objectives = objectives_of("causal_lm", task_loss=1.0)
     units = objectives["task_loss"][1].units(batch)
     loss, _ = StudentWithObjectives(model, objectives, None)(batch, None, {"task_loss": 1 / units})
     torch.testing.assert_close(loss, model(**{name: batch[name] for name in batch if name != "index"}).loss)
@@ -105,12 +105,9 @@ def test_every_layer_is_differentiated_before_the_next_one(llama_teacher: str, m
     """So no activation of a layer outlives it; the gradients are those of the whole loss."""
     settings = {"mechanism": "hybrid", "window_size": 2, "num_sinks": 1, "num_features": 8, "num_exact_keys": 1}
     student = convert(LlamaForCausalLM.from_pretrained(llama_teacher).eval(), **settings)
-    trained = [p.requires_grad_("linear_attention" in name) for name, p in student.named_parameters()]
-    trained = [parameter for parameter in trained if parameter.requires_grad]
-    batch, others = ragged_batch("causal_lm", 2, 0), dict.fromkeys((f"{name}_weight" for name in OBJECTIVES), 0.0)
-    objectives = build_objectives(
-        recipe("causal_lm", **others | {"attention_transfer_weight": 3, "far_share_weight": 2})
-    )
+    student.requires_grad_(False)
+    trained = [p.requires_grad_() for name, p in student.named_parameters() if "linear_attention" in name]
+    batch, objectives = ragged_batch("causal_lm", 2, 0), objectives_of("causal_lm", attention_transfer=3, far_share=2)
     seen: list[ObservedAttention] = []
     with observe_attention(student, seen.append):
         student(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
@@ -143,8 +140,7 @@ def test_attention_transfer_compares_the_heads_on_the_softmax_model(llama_teache
     stock = LlamaForCausalLM.from_pretrained(llama_teacher).eval()
     student = convert(stock, mechanism="linear", feature_map="elu1")
     batch = ragged_batch("causal_lm", 2, 0)
-    others = {f"{name}_weight": 0.0 for name in OBJECTIVES if name != "attention_transfer"}
-    objectives = build_objectives(recipe("causal_lm", **others))
+    objectives = objectives_of("causal_lm", attention_transfer=1.0)
     units = objectives["attention_transfer"][1].units(batch)
     loss, _ = StudentWithObjectives(student, objectives, None)(batch, None, {"attention_transfer": 1 / units})
     errors = []
@@ -171,8 +167,7 @@ def test_attention_transfer_compares_the_heads_on_the_softmax_model(llama_teache
 def test_attention_transfer_teaches_each_layer_by_itself(llama_teacher: str) -> None:
     """The gradient of a layer's mechanism does not depend on the mechanisms before it."""
     model = convert(LlamaForCausalLM.from_pretrained(llama_teacher), mechanism="linear").eval()
-    others = {f"{name}_weight": 0.0 for name in OBJECTIVES if name != "attention_transfer"}
-    module = StudentWithObjectives(model, build_objectives(recipe("causal_lm", **others)), None)
+    module = StudentWithObjectives(model, objectives_of("causal_lm", attention_transfer=1.0), None)
     model.requires_grad_(False)
     mechanisms = [layer.self_attn.linear_attention for layer in model.model.layers]
     gradients = []
@@ -185,15 +180,6 @@ def test_attention_transfer_teaches_each_layer_by_itself(llama_teacher: str) -> 
         gradients.append(mechanisms[1].feature_map.query_projection.grad.clone())
     assert gradients[0].abs().sum() > 0
     assert torch.equal(*gradients)
-
-
-def observed(llama_teacher: str, batch, **settings) -> list[ObservedAttention]:
-    model = convert(LlamaForCausalLM.from_pretrained(llama_teacher), **settings).eval()
-    model.set_attn_implementation("eager")
-    seen: list[ObservedAttention] = []
-    with observe_attention(model, seen.append), torch.no_grad():
-        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    return seen
 
 
 def test_every_objective_has_its_weight_option() -> None:

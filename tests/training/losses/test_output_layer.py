@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -196,9 +194,9 @@ CLASSES = 6007  # a prime, so that only what has as many columns as there are cl
 class Alive(TorchDispatchMode):
     """Counts the bytes of the storages, alive together, of tensors whose last dimension has `CLASSES` entries."""
 
-    def __init__(self, known: set[int]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.known, self.now, self.peak = known, 0, 0
+        self.now, self.peak = 0, 0
         self.sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -221,12 +219,6 @@ class Alive(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self.now -= self.sizes.pop(key, 0)
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[Alive]:
-    with Alive(set()) as mode:
-        yield mode
 
 
 LENGTH, LIMIT = 192, 4.0  # a matrix of logits [4, LENGTH, CLASSES] has 17.6 megabytes
@@ -276,11 +268,7 @@ def test_no_more_than_the_limit_is_alive(name: str, pair: tuple[PreTrainedModel,
     monkeypatch.setattr(ByRow.__init__, "__defaults__", (LIMIT,))
     student, teacher = pair
     batch = batch_of(student, 4, LENGTH)
-    with counted() as alive:
+    with Alive() as alive:
         WORK[name](student, teacher, batch)
     assert 0 < alive.peak <= LIMIT * 2**20
     assert alive.peak > LIMIT * 2**20 / 8  # of what is allowed, no small part is used
-
-
-def test_the_limit_is_an_option_of_training() -> None:
-    assert recipe_of("causal_lm", max_logits_mb=64).optimization.max_logits_mb == 64

@@ -6,12 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import (
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel
 
 from hf_linear_attention.training.losses.teacher import Teacher
 
@@ -22,31 +17,23 @@ def batch_of_two() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(5, 290, (2, 9)), "attention_mask": mask}
 
 
-def check(model: PreTrainedModel, separable: bool) -> None:
-    teacher = Teacher(model, nullcontext, layers="all")
-    batch = batch_of_two()
+@pytest.mark.parametrize(
+    ("model_class", "fixture"),
+    [(LlamaForCausalLM, "llama_teacher"), (BertForSequenceClassification, "named_classifier")],
+)
+def test_logits_by_row(model_class: type[PreTrainedModel], fixture: str, request: pytest.FixtureRequest) -> None:
+    """With and without an output layer that can be separated (`test_output_layer.py` has each kind)."""
+    model = model_class.from_pretrained(request.getfixturevalue(fixture)).eval()
+    teacher, batch = Teacher(model, nullcontext, layers="all"), batch_of_two()
     with torch.no_grad():
         expected = model(**batch, output_hidden_states=True)
-    outputs = teacher(batch)
-    rows = torch.tensor([7, 0, 3, 1]) if expected.logits.dim() == 3 else torch.tensor([1, 0])
+    outputs, rows = teacher(batch), torch.tensor([1, 0])
     assert outputs.logits is not None
     torch.testing.assert_close(outputs.logits(rows), expected.logits.flatten(0, -2)[rows])
-    assert (teacher.by_row.layer is not None) == separable
+    assert (teacher.by_row.layer is not None) == (fixture == "llama_teacher")
     for mine, yours in zip(outputs.hidden_states, expected.hidden_states[1:], strict=True):
         torch.testing.assert_close(mine, yours)
     torch.testing.assert_close(model(**batch).logits, expected.logits)  # no hook is left behind
-
-
-@pytest.mark.parametrize(
-    ("model_class", "fixture", "separable"),
-    [
-        (LlamaForCausalLM, "llama_teacher", True),
-        (BertForMaskedLM, "masked_teacher", True),
-        (BertForSequenceClassification, "classifier", False),
-    ],
-)
-def test_logits_by_row(model_class: type[PreTrainedModel], fixture: str, separable: bool, request) -> None:
-    check(model_class.from_pretrained(request.getfixturevalue(fixture)).eval(), separable)
 
 
 def test_teacher_never_trains(llama_teacher: str) -> None:

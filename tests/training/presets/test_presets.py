@@ -12,28 +12,24 @@ import pytest
 import torch
 from processes import finetune as finetune_process
 from processes import finish, start
+from runs import changed
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
-    BertModel,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoTokenizer, BertConfig, BertModel, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion.plan import with_budget
 from hf_linear_attention.training import presets
+from hf_linear_attention.training import run as run_module
 from hf_linear_attention.training.loop import RunContext
 from hf_linear_attention.training.presets import load_preset, preset_names, stage_options
 from hf_linear_attention.training.recipe_parser import parse_options
-from hf_linear_attention.training.run import run_stages
 
 
-ROOT = Path(__file__).resolve().parents[3]
-CLASSES = {"masked_lm": BertForMaskedLM, "embedding": BertModel}
+def runs_of(out: Path) -> list[dict[str, Any]]:
+    """The options and amounts of each stage, as the report has them."""
+    runs = json.loads((out / "training_report.json").read_text(encoding="utf-8"))["runs"]
+    return [run["training"] for run in runs]
 
 
 @pytest.fixture
@@ -49,18 +45,14 @@ def data(files: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_preset_is_whole(name: str) -> None:
+def test_a_preset_is_whole(name: str, any_task: Path, tmp_path: Path) -> None:
+    """Settings for every direction, shares that are all of the tokens, and stages that are valid command lines."""
     preset = load_preset(name)
     assert preset.tokens >= 1_000_000
     directions = {"causal" if task == "causal_lm" else "bidirectional" for task in preset.stages}
     assert directions == set(preset.settings) - {"cross_attention", "encoder_decoder"}
-    for stages in preset.stages.values():
+    for task, stages in preset.stages.items():
         assert sum(stage.share for stage in stages) == pytest.approx(1)
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_every_stage_of_every_preset_is_a_valid_command_line(name: str, any_task: Path, tmp_path: Path) -> None:
-    for task in load_preset(name).stages:
         words = [f"--preset={name}", f"--task={task}", "--model_name_or_path=m", "--teacher_name_or_path=t"]
         assert parse_options([*words, f"--train_file={any_task}", f"--output_dir={tmp_path / 'o'}"])
 
@@ -74,45 +66,27 @@ def test_every_causal_preset_runs(
     student = converted(llama_teacher, **settings)
     models = ["--model_name_or_path", student, "--teacher_name_or_path", llama_teacher]
     finetune("--preset", name, *models, "--task", "causal_lm", *data)
-    runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
     stages = load_preset(name).stages["causal_lm"]
-    for run, stage in zip(runs, stages, strict=True):
-        assert 800 * stage.share <= run["training"]["tokens"] < 800 * stage.share + 64
-        assert run["training"].get("attention_transfer_weight") == stage.options.get("attention_transfer_weight")
+    for run, stage in zip(runs_of(tmp_path / "out"), stages, strict=True):
+        assert 800 * stage.share <= run["tokens"] < 800 * stage.share + 64
+        assert run.get("attention_transfer_weight") == stage.options.get("attention_transfer_weight")
 
 
-@pytest.mark.parametrize(
-    ("name", "task"),
-    [
-        ("linformer", "masked_lm"),
-        ("performer", "embedding"),
-    ],
-)
-def test_the_stages_of_an_encoder(
-    name: str, task: str, finetune, masked_teacher: str, files: Path, tmp_path: Path
-) -> None:
+def test_the_stages_of_an_encoder(finetune, masked_teacher: str, files: Path, tmp_path: Path) -> None:
     """The first of two stages trains the parameters of the mechanisms alone, and the second all others too."""
-    teacher = masked_teacher
-    settings = dict(load_preset(name).settings["bidirectional"])
-    settings |= {"projection_size": 4} if settings["mechanism"] == "linformer" else {}  # rows are longer than that
     student = tmp_path / "student"
-    convert(CLASSES[task].from_pretrained(teacher), **settings).save_pretrained(student)
+    settings = load_preset("performer").settings["bidirectional"]
+    convert(BertModel.from_pretrained(masked_teacher), **settings).save_pretrained(student)
     AutoTokenizer.from_pretrained(masked_teacher).save_pretrained(student)
     # Several steps, because the first of a schedule has the rate 0.
     data = ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_tokens", 4000]
-    models = ["--model_name_or_path", student, "--teacher_name_or_path", teacher]
-    finetune("--preset", name, *models, "--task", task, *data)
-    runs = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
-    stages = load_preset(name).stages[task]
-    assert [run["training"].get("attention_transfer_weight") for run in runs] == ([1.0, None] if stages[1:] else [None])
-    folders = [student, tmp_path / "out" / "stages" / "1-transfer", tmp_path / "out"]
-    if len(stages) == 2:
-        before, middle, after = (load_file(folder / "model.safetensors") for folder in folders)
-        changed = {key for key, tensor in middle.items() if not torch.equal(tensor, before[key])}
-        assert changed == {
-            key for key in before if ".geometry." in key or key.endswith(("key_projection", "value_projection"))
-        }
-        assert any(not torch.equal(middle[key], after[key]) for key in before.keys() - changed)
+    models = ["--model_name_or_path", student, "--teacher_name_or_path", masked_teacher]
+    finetune("--preset", "performer", *models, "--task", "embedding", *data)
+    out = tmp_path / "out"
+    assert [run.get("attention_transfer_weight") for run in runs_of(out)] == [1.0, None]
+    mechanisms = changed(student, out / "stages" / "1-transfer")
+    assert mechanisms == {key for key in load_file(student / "model.safetensors") if ".geometry." in key}
+    assert changed(out / "stages" / "1-transfer", out) - mechanisms
 
 
 def test_a_killed_run_goes_on_with_the_stage_it_was_in(
@@ -138,24 +112,17 @@ def test_a_killed_run_goes_on_with_the_stage_it_was_in(
             raise KeyboardInterrupt
         return original(recipe, known)
 
-    from hf_linear_attention.training import run as module
-
-    original = module.run
-    monkeypatch.setattr(module, "run", run)
-    finetune("--preset", "default", *models, *data, output_dir=tmp_path / "killed", expect=130)
-    finetune(
-        *("--preset", "default", *models, *data, "--resume_from_checkpoint", "latest"),
-        output_dir=tmp_path / "killed",
-    )
+    original = run_module.run
+    monkeypatch.setattr(run_module, "run", run)
+    options = ["--preset", "default", *models, *data]
+    finetune(*options, output_dir=tmp_path / "killed", expect=130)
+    finetune(*options, "--resume_from_checkpoint", "latest", output_dir=tmp_path / "killed")
     assert [path.name for path in started] == ["1-transfer", "killed", "killed"]
     assert evaluated[3:] == ["1-transfer", "1-transfer", "killed", "killed"]
     lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "killed")]
     assert "eval_nats_per_token" in lines[0][0]
     assert lines[0][0] == lines[1][0]
-    names = ("whole", "killed")
-    assert (tmp_path / names[0] / "model.safetensors").read_bytes() == (
-        tmp_path / names[1] / "model.safetensors"
-    ).read_bytes()
+    assert not changed(tmp_path / "whole", tmp_path / "killed")
 
 
 def launched(store: int, cache: Path, options: list[Any]) -> int:
@@ -172,17 +139,13 @@ def test_two_processes_go_through_all_stages(
     options = ["--preset", "default", *models, *data, "--output_dir", out]
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert finish(start(launched, store.port, dataset_cache, options, ranks=2), timeout=100) == [0, 0]
-    first, second = (run["training"] for run in json.loads((out / "training_report.json").read_text())["runs"])
+    first, second = runs_of(out)
     assert (first["processes"], second["processes"]) == (2, 2)
     assert second["model_name_or_path"] == str(out / "stages" / "1-transfer")
-    names = [path.parent.name for path in sorted(out.rglob("model.safetensors"))]
-    assert names == ["out", "1-transfer"]
-    start_, middle, end = (
-        load_file(folder / "model.safetensors") for folder in (Path(models[1]), out / "stages" / "1-transfer", out)
-    )
-    projection = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(start_[projection], middle[projection])
-    assert not torch.equal(middle[projection], end[projection])
+    assert [path.parent.name for path in sorted(out.rglob("model.safetensors"))] == ["out", "1-transfer"]
+    projection, middle = "model.layers.0.self_attn.q_proj.weight", out / "stages" / "1-transfer"
+    assert projection not in changed(models[1], middle)
+    assert projection in changed(middle, out)
 
 
 def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str], models: list[str]) -> None:
@@ -198,27 +161,25 @@ def test_an_older_run_is_not_taken_for_this_one(tmp_path: Path, data: list[str],
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_stages(preset, given, killed)
+        run_module.run_stages(preset, given, killed)
     started = []
     resumed = {**given, "resume_from_checkpoint": "latest"}
     del resumed["overwrite_output_dir"]
-    run_stages(preset, resumed, lambda recipe, known: started.append(recipe) or {"figure": 1.0})
+    run_module.run_stages(preset, resumed, lambda recipe, known: started.append(recipe) or {"figure": 1.0})
     assert len(started) == 2
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "said"),
     [
-        (["--preset", "best"], ["--preset best", "default"]),
-        (["--preset", "default", "--learning_rate", "-1"], ["--learning_rate -1.0", "above 0"]),
-        (["--preset", "default", "--output_dir", "."], ["is not empty"]),
+        (["--preset", "best"], "--preset best.*default"),
+        (["--preset", "default", "--output_dir", ".", "--learning_rate", "-1"], "learning_rate -1.0"),
+        (["--preset", "default", "--output_dir", "."], "is not empty"),
     ],
 )
-def test_refusals(options: list[str], words: list[str], models, data, tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as error:
+def test_refusals(options: list[str], said: str, models, data, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=said):
         parse_options([*models, *data, "--output_dir", str(tmp_path / "o"), *options])
-    for word in words:
-        assert word in str(error.value)
 
 
 def test_the_command_line_wins_over_the_stages() -> None:
@@ -235,9 +196,9 @@ def test_what_learns_nothing_from_transfer_goes_without(
     student = converted(llama_teacher, mechanism="performer", num_features=16)
     models = ["--model_name_or_path", student, "--teacher_name_or_path", llama_teacher]
     finetune("--preset", "default", *models, "--task", "causal_lm", *data)
-    (run,) = json.loads((tmp_path / "out" / "training_report.json").read_text())["runs"]
-    assert run["training"]["logits_kl_weight"] == 1
-    assert run["training"]["tokens"] >= 800
+    (run,) = runs_of(tmp_path / "out")
+    assert run["logits_kl_weight"] == 1
+    assert run["tokens"] >= 800
 
 
 def test_what_no_stage_takes_is_refused(data: list[str], models: list[str], tmp_path: Path, monkeypatch) -> None:
