@@ -106,34 +106,22 @@ def save(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     return saved
 
 
-@pytest.fixture(scope="session")
-def llama(save: Callable[..., str]) -> str:
-    return save(LlamaForCausalLM, llama_config())
+def saved_model(model_class: type[PreTrainedModel], config: Any, seed: int = 0) -> Any:
+    """A fixture: the folder of this model."""
+
+    @pytest.fixture(scope="session")
+    def folder(save: Callable[..., str]) -> str:
+        return save(model_class, config, seed)
+
+    return folder
 
 
-@pytest.fixture(scope="session")
-def llama_teacher(save: Callable[..., str]) -> str:
-    return save(LlamaForCausalLM, llama_config(initializer_range=0.2), seed=1)
-
-
-@pytest.fixture(scope="session")
-def bert(save: Callable[..., str]) -> str:
-    return save(BertModel, bert_config())
-
-
-@pytest.fixture(scope="session")
-def bert_teacher(save: Callable[..., str]) -> str:
-    return save(BertModel, bert_config(initializer_range=0.2), seed=1)
-
-
-@pytest.fixture(scope="session")
-def masked(save: Callable[..., str]) -> str:
-    return save(BertForMaskedLM, bert_config())
-
-
-@pytest.fixture(scope="session")
-def masked_teacher(save: Callable[..., str]) -> str:
-    return save(BertForMaskedLM, bert_config(initializer_range=0.2), seed=1)
+llama = saved_model(LlamaForCausalLM, llama_config())
+llama_teacher = saved_model(LlamaForCausalLM, llama_config(initializer_range=0.2), seed=1)
+bert = saved_model(BertModel, bert_config())
+bert_teacher = saved_model(BertModel, bert_config(initializer_range=0.2), seed=1)
+masked = saved_model(BertForMaskedLM, bert_config())
+masked_teacher = saved_model(BertForMaskedLM, bert_config(initializer_range=0.2), seed=1)
 
 
 @pytest.fixture(scope="session")

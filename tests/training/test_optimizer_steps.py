@@ -76,7 +76,7 @@ def test_the_rates_rise_over_the_warm_up(
     for name, peak in (("learning_rate", PEAK), ("mechanism_learning_rate", 10 * PEAK)):
         assert [event[name] for event in events] == pytest.approx([peak * share for share in expected])
     for (groups, _), share in zip(steps, expected, strict=True):
-        assert sorted({round(rate, 9) for rate in groups}) == pytest.approx(sorted({PEAK * share, 10 * PEAK * share}))
+        assert sorted({round(rate, 12) for rate in groups}) == pytest.approx(sorted({PEAK * share, 10 * PEAK * share}))
 
 
 @pytest.mark.parametrize("limit", [0.05, 0])

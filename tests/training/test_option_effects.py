@@ -80,9 +80,8 @@ def with_code(llama: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def cases(
-    folder: Path, student: Path, with_code: Path, llama_teacher: str, masked: str, bert: str,
-    bert_teacher: str, named_classifier: str, vision_teacher: str, pictures: Path, save: Callable[..., str],
-    twin: Callable[[str], Path], converted: Callable[..., Path], llama: str,
+    folder: Path, student: Path, with_code: Path, llama_teacher: str, masked: str, bert: str, bert_teacher: str,
+    named_classifier: str, vision_teacher: str, pictures: Path, twin: Callable[[str], Path],
 ) -> dict[str, dict[str, Options]]:  # fmt: skip
     """`base`: of every run. `task`: what a task changes. `second`: values that no metadata tell. `beside`: where an
     option has an effect."""

@@ -61,20 +61,30 @@ def test_processes_that_are_not_connected(recipe: Recipe, monkeypatch: pytest.Mo
         start_processes(recipe)
 
 
+SHARDS = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+
+
 @pytest.mark.parametrize(
-    ("variable", "value", "word"),
+    ("has_gpu", "environment", "said"),
     [
-        ("ACCELERATE_USE_FSDP", "true", r"asks for FSDP, which needs a GPU.*launch/cpu2\.yaml"),
-        ("ACCELERATE_MIXED_PRECISION", "fp8", r"fp8.*allowed are no, fp16 and bf16"),
-        ("ACCELERATE_USE_DEEPSPEED", "true", r"asks for DeepSpeed.*FSDP2.*launch/fsdp2\.yaml"),
+        (False, SHARDS, r"asks for FSDP, which needs a GPU.*launch/cpu2\.yaml"),
+        (False, {"ACCELERATE_MIXED_PRECISION": "fp8"}, r"fp8.*allowed are no, fp16 and bf16"),
+        (False, {"ACCELERATE_USE_DEEPSPEED": "true"}, r"asks for DeepSpeed.*FSDP2.*launch/fsdp2\.yaml"),
+        (
+            True,
+            {**SHARDS, "ACCELERATE_MIXED_PRECISION": "fp16"},
+            r"fsdp_version: 1.*efficient_loading.*fp16.*attention transfer.*--use_peft.*ddp\.yaml",
+        ),
     ],
 )
 def test_launches_that_are_not_what_they_say(
-    variable: str, value: str, word: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    has_gpu: bool, environment: dict[str, str], said: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(TrainingError, match=word):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    recipe.model.use_peft, recipe.objective.attention_transfer_weight = has_gpu, float(has_gpu)
+    with pytest.raises(TrainingError, match=said):
         start_processes(recipe)
 
 
@@ -93,23 +103,6 @@ def test_a_gpu_that_is_not_used_is_named(
     assert record.levelname == "WARNING"
     assert f"{name} GPU" in record.getMessage()
     assert "run on the CPU" in record.getMessage()
-
-
-def test_shards_and_what_does_not_go_with_them(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    environment = {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "1",
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-        "ACCELERATE_MIXED_PRECISION": "fp16",
-    }
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    recipe.model.use_peft = True
-    recipe.objective.attention_transfer_weight = 1.0
-    words = ("fsdp_version: 1", "efficient_loading", "fp16", "attention transfer", "--use_peft")
-    with pytest.raises(TrainingError, match=".*".join(words) + r".*ddp\.yaml"):
-        start_processes(recipe)
 
 
 def test_two_processes_equal_one(

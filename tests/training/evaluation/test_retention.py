@@ -137,14 +137,6 @@ def test_buckets_are_those_of_a_loop_over_windows(llama_teacher: str, bos: int |
         assert "student_minus_absent" not in bucket
 
 
-def test_full_windows_alone_and_every_token_once() -> None:
-    windows = separate_windows(STREAM, 41, 1)
-    assert len(windows) == 3
-    tokens = np.concatenate([windows[index]["input_ids"][1:] for index in range(3)])
-    assert (tokens == STREAM[:120]).all()
-    assert all(windows[index]["input_ids"][0] == 1 and windows[index]["labels"][0] == -100 for index in range(3))
-
-
 def test_the_length_is_the_least_of_what_ends_it() -> None:
     assert longest_window(512, 100_000, 16_384, None) == (4096, "8 times the trained length")
     assert longest_window(512, 3000, 16_384, None) == (3000, "the text")

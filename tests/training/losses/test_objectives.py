@@ -27,7 +27,6 @@ from hf_linear_attention.training.losses.objectives import (
 )
 from hf_linear_attention.training.losses.outputs import StudentOutputs
 from hf_linear_attention.training.losses.teacher import Teacher
-from hf_linear_attention.training.recipe import ObjectiveArguments
 
 
 def objectives_of(task: str, **weights: float) -> Any:
@@ -90,15 +89,6 @@ def test_padding_changes_neither_loss_nor_units(task: str, name: str, request) -
         assert units == results[0][0]
         torch.testing.assert_close(loss, results[0][1], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient, results[0][2], rtol=1e-3, atol=1e-5)
-
-
-def test_task_loss_is_the_loss_of_transformers(llama: str) -> None:
-    model = LlamaForCausalLM.from_pretrained(llama).eval()
-    batch = ragged_batch("causal_lm", 3, 0)
-    objectives = objectives_of("causal_lm", task_loss=1.0)
-    units = objectives["task_loss"][1].units(batch)
-    loss, _ = StudentWithObjectives(model, objectives, None)(batch, None, {"task_loss": 1 / units})
-    torch.testing.assert_close(loss, model(**{name: batch[name] for name in batch if name != "index"}).loss)
 
 
 def test_every_layer_is_differentiated_before_the_next_one(llama_teacher: str, monkeypatch) -> None:
@@ -180,11 +170,6 @@ def test_attention_transfer_teaches_each_layer_by_itself(llama_teacher: str) -> 
         gradients.append(mechanisms[1].feature_map.query_projection.grad.clone())
     assert gradients[0].abs().sum() > 0
     assert torch.equal(*gradients)
-
-
-def test_every_objective_has_its_weight_option() -> None:
-    fields = {name for name in ObjectiveArguments.__dataclass_fields__ if name.endswith("_weight")}
-    assert fields == {f"{name}_weight" for name in OBJECTIVES}
 
 
 def test_every_mechanism_learns_and_the_output_layer_is_not_computed(
