@@ -36,8 +36,8 @@ from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 from hf_linear_attention._common.model_card import PAGE, REPORT
 from hf_linear_attention._common.options import built, facts_of, out_of_bounds, unusable_texts, without_needs
 from hf_linear_attention._common.reading import read_json
-from hf_linear_attention.conversion.options import REMOVED, EvaluationArguments, changed_options
-from hf_linear_attention.mechanisms.options import MECHANISM_OPTIONS
+from hf_linear_attention.conversion.arguments import REMOVED, EvaluationArguments, changed_options
+from hf_linear_attention.mechanisms.settings import MECHANISM_OPTIONS
 
 
 logger = logging.getLogger(__name__)
@@ -311,7 +311,7 @@ def _doctor(argv: Sequence[str]) -> None:
     parser = Parser([], prog=f"{PROGRAM} doctor", description=DOCTOR)
     parser.add_argument("folder", nargs="?", help="a converted model to examine too")
     arguments = parser.parse_args(argv)
-    from hf_linear_attention.conversion.findings import BROKEN, environment_findings, folder_findings
+    from hf_linear_attention.conversion.doctor import BROKEN, environment_findings, folder_findings
 
     broken = 0
     with quiet_transformers():

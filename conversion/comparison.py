@@ -15,9 +15,9 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import head_of_config
 from hf_linear_attention._common.model_card import training_history
 from hf_linear_attention.configuration_linear_attention import max_length_of
+from hf_linear_attention.conversion.arguments import EvaluationArguments, parse_tokens, request_of
 from hf_linear_attention.conversion.calibration_data import data_recipe, texts_of
 from hf_linear_attention.conversion.model_speed import first_faster
-from hf_linear_attention.conversion.options import EvaluationArguments, parse_tokens, request_of
 from hf_linear_attention.conversion.pipeline import Conversion, prepare, run
 from hf_linear_attention.conversion.plan import stock_config
 from hf_linear_attention.conversion.preset_run import run_training

@@ -54,7 +54,7 @@ if not __package__:  # the file was started as a script, and its folder must not
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
 from hf_linear_attention._common.command_line import ignore_interrupts, let_threads_sleep, run_command
 from hf_linear_attention._common.logs import quiet_transformers, to_stderr
-from hf_linear_attention.conversion.options import Request, parse
+from hf_linear_attention.conversion.arguments import Request, parse
 
 
 if TYPE_CHECKING:

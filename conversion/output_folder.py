@@ -25,7 +25,7 @@ from hf_linear_attention._common.errors import ConversionError, RunError, UsageE
 from hf_linear_attention._common.folders import file_above
 from hf_linear_attention._common.model_card import HISTORY, REPORT, without_path
 from hf_linear_attention._common.reading import reading
-from hf_linear_attention.conversion.options import RECIPE
+from hf_linear_attention.conversion.arguments import RECIPE
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.conversion.verification import TEXTS
 

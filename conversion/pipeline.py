@@ -23,9 +23,9 @@ from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.model_card import REPORT, source_metadata, write_model_card
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
+from hf_linear_attention.conversion.arguments import DEFAULT, ConversionArguments, Request
 from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
 from hf_linear_attention.conversion.export.qwen3_5 import finish_stock, refuse
-from hf_linear_attention.conversion.options import DEFAULT, ConversionArguments, Request
 from hf_linear_attention.conversion.output_folder import (
     check_hub_name,
     check_output,
@@ -56,8 +56,8 @@ from hf_linear_attention.conversion.softmax_choice import (
 )
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import verify
-from hf_linear_attention.conversion_api import with_defaults
 from hf_linear_attention.mechanisms.registry import MECHANISMS
+from hf_linear_attention.model_conversion import with_defaults
 
 
 logger = logging.getLogger(__name__)

@@ -22,13 +22,13 @@ from hf_linear_attention.attention.architectures import attention_modules
 from hf_linear_attention.attention.layer import LinearizedCrossAttention
 from hf_linear_attention.attention.transformers_internals import loaded_names
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
-from hf_linear_attention.conversion.options import SIZES
+from hf_linear_attention.conversion.arguments import SIZES
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.conversion_api import convert_config, refuse_converted, refuse_own_code, stock_model_class
 from hf_linear_attention.layer_ranges import layers_text, spread
 from hf_linear_attention.mechanisms.base import AttentionMechanism, MechanismInputs
-from hf_linear_attention.mechanisms.options import OWN
 from hf_linear_attention.mechanisms.registry import MECHANISMS
+from hf_linear_attention.mechanisms.settings import OWN
+from hf_linear_attention.model_conversion import convert_config, refuse_converted, refuse_own_code, stock_model_class
 from hf_linear_attention.modeling_linear_attention import (
     linear_attention_modules,
     linear_model_class,

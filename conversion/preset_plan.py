@@ -11,14 +11,14 @@ from typing import Any
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import facts_of, without_needs
 from hf_linear_attention.configuration_linear_attention import entries_of
-from hf_linear_attention.conversion.calibration_data import check_pairs_file
-from hf_linear_attention.conversion.options import (
+from hf_linear_attention.conversion.arguments import (
     CONVERSION_FACTS,
     ConversionArguments,
     MeasuringArguments,
     changed_options,
     parse_tokens,
 )
+from hf_linear_attention.conversion.calibration_data import check_pairs_file
 from hf_linear_attention.conversion.plan import Plan, stock_config
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.default_settings import direction_of

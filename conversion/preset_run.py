@@ -23,9 +23,9 @@ from hf_linear_attention._common.logs import to_stderr
 from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value, training_history
 from hf_linear_attention._common.options import OnResume
 from hf_linear_attention._common.reading import read_json
+from hf_linear_attention.conversion.arguments import CONVERSION_FACTS
 from hf_linear_attention.conversion.export.qwen3_5 import finish_stock
 from hf_linear_attention.conversion.figures import figures_of
-from hf_linear_attention.conversion.options import CONVERSION_FACTS
 from hf_linear_attention.conversion.output_folder import share_permissions
 from hf_linear_attention.conversion.pipeline import Conversion, run
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training

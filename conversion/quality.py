@@ -35,18 +35,18 @@ from hf_linear_attention._common.heads import head_of_config
 from hf_linear_attention._common.model_card import REPORT, training_facts, training_history, write_model_card
 from hf_linear_attention._common.reading import read_json
 from hf_linear_attention.configuration_linear_attention import entries_of, max_length_of
+from hf_linear_attention.conversion.arguments import ConversionArguments, EvaluationArguments
 from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_text_file, data_recipe
 from hf_linear_attention.conversion.figures import figures_of
 from hf_linear_attention.conversion.model_speed import model_speed
-from hf_linear_attention.conversion.options import ConversionArguments, EvaluationArguments
 from hf_linear_attention.conversion.page import write_page
 from hf_linear_attention.conversion.plan import state_bytes
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training, check_measuring
 from hf_linear_attention.conversion.report import settings_of
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import head_figures
-from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.extensions import PREFIX
+from hf_linear_attention.model_conversion import convert_config
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, loader
 from hf_linear_attention.training.data.packing import Examples

@@ -19,7 +19,7 @@ from hf_linear_attention import __version__
 from hf_linear_attention._common.command_line import PROGRAM
 from hf_linear_attention._common.options import OnResume
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS
-from hf_linear_attention.conversion.options import CONVERSION_FACTS, RECIPE, ConversionArguments, Request
+from hf_linear_attention.conversion.arguments import CONVERSION_FACTS, RECIPE, ConversionArguments, Request
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.preset_plan import Training
 

@@ -12,7 +12,7 @@ from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.softmax_choice import CHOICE, describe_ranking
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.layer_ranges import layers_text
-from hf_linear_attention.mechanisms.options import MECHANISM_OPTIONS
+from hf_linear_attention.mechanisms.settings import MECHANISM_OPTIONS
 
 
 MAX_LISTED = 8

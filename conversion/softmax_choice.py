@@ -29,8 +29,8 @@ from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.model_card import REPORT
 from hf_linear_attention.configuration_linear_attention import entries_of
+from hf_linear_attention.conversion.arguments import ConversionArguments
 from hf_linear_attention.conversion.calibration_data import RealInputs
-from hf_linear_attention.conversion.options import ConversionArguments
 from hf_linear_attention.conversion.plan import Plan, make_plan
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.layer_ranges import parse_layers

@@ -13,7 +13,7 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-from hf_linear_attention.mechanisms.options import MECHANISM_OPTIONS, Option
+from hf_linear_attention.mechanisms.settings import MECHANISM_OPTIONS, Option
 
 
 ROOT = Path(__file__).resolve().parents[1]

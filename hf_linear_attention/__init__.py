@@ -24,10 +24,10 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "LinearAttentionSettings": "configuration_linear_attention",
-    "calibrate": "conversion_api",
-    "convert": "conversion_api",
+    "calibrate": "model_conversion",
+    "convert": "model_conversion",
     "convert_and_heal": "conversion.convert_and_heal",
-    "convert_config": "conversion_api",
+    "convert_config": "model_conversion",
     "kernel_backend": "kernels.cpu",
     "load_prompt_state": "state.prompt_state",
     "register_feature_map": "mechanisms.registry",

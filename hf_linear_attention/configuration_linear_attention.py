@@ -32,7 +32,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from .attention.transformers_internals import is_causal_lm, is_masked_lm, stock_heads
 from .extensions import EXTENSIONS, FORMAT_VERSION, PREFIX, installed_package
-from .mechanisms.options import (
+from .mechanisms.settings import (
     COMMON_SETTINGS,
     DROPPABLE,
     MECHANISM_OPTIONS,

@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .mechanisms.options import COMMON_SETTINGS, MECHANISM_OPTIONS, NAMED_LAYERS
+from .mechanisms.settings import COMMON_SETTINGS, MECHANISM_OPTIONS, NAMED_LAYERS
 
 
 if TYPE_CHECKING:  # this file is read for `--help` too, which needs no models

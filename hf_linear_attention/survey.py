@@ -29,8 +29,8 @@ from .attention.transformers_internals import FEATURE_ARGUMENTS
 from .attention_calls import interface_keywords
 from .configuration_linear_attention import DROPPABLE, max_length_of, num_attention_layers
 from .mechanisms.base import LayerShape
+from .observed_rotary import observed_rotary
 from .positions.rotary import needs_rotary, rotary_of
-from .rotary_positions import observed_rotary
 
 
 # The forward pass of classes with these names is observed; LongCat-Flash has a `LongcatFlashMLA`.

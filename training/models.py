@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_linear_attention._common.errors import DataError, SetupError
-from hf_linear_attention._common.loaded_weights import check_complete, check_finite, shown
+from hf_linear_attention._common.loaded_weights import check_complete, check_finite, listed
 from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.configuration_linear_attention import mechanisms_of
@@ -290,7 +290,7 @@ def _load(recipe: Recipe, path: str, is_trained: bool, **options: Any) -> PreTra
         new = f"{model.base_model_prefix}." if has_new_head else None
         check_complete(path, model, loading["missing_keys"], loading["unexpected_keys"], new)
     if missing := sorted(loading["missing_keys"]):
-        logger.info("%s has no %s, which are new and random", path, shown(missing))
+        logger.info("%s has no %s, which are new and random", path, listed(missing))
     check_finite(path, model)
     return model
 

@@ -50,11 +50,11 @@ from benchmarks.papers.recall_tasks import (
 )
 from hf_linear_attention import convert
 from hf_linear_attention._common.folders import staging
-from hf_linear_attention.conversion.options import EvaluationArguments
+from hf_linear_attention.conversion.arguments import EvaluationArguments
 from hf_linear_attention.conversion.quality import HeldOutText, held_out_text, model_state_bytes
 from hf_linear_attention.conversion.source import open_source
-from hf_linear_attention.conversion_api import convert_config
 from hf_linear_attention.mechanisms.hybrid import HybridAttention
+from hf_linear_attention.model_conversion import convert_config
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
 from hf_linear_attention.training.evaluation import retention
 from hf_linear_attention.training.presets import Preset, fit_to, load_preset, model_without_weights

@@ -27,7 +27,7 @@ from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.export.command import ExportRequest
 from hf_linear_attention.conversion.output_folder import TOKENIZER_FILES, share_permissions
 from hf_linear_attention.layer_ranges import ranges_of
-from hf_linear_attention.mechanisms.options import QWEN3_5
+from hf_linear_attention.mechanisms.settings import QWEN3_5
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

@@ -34,14 +34,14 @@ def check_complete(
     lacking = sorted(key for key in missing if "pooler" not in key and (new is None or key.startswith(new)))
     if lacking:
         raise UsageError(
-            f"{name} does not contain {shown(lacking)}, which its config.json describes; these weights would be "
+            f"{name} does not contain {listed(lacking)}, which its config.json describes; these weights would be "
             "random. Give the checkpoint that has them, or `--allow_missing`"
         )
     places = {re.sub(r"\.\d+\.", ".*.", key) for key in model.state_dict()}
     beyond = sorted(key for key in unexpected if OF_MECHANISMS in key or re.sub(r"\.\d+\.", ".*.", key) in places)
     if beyond:
         raise UsageError(
-            f"{name} contains {shown(beyond)}, for which its config.json has no place; correct the layers or the "
+            f"{name} contains {listed(beyond)}, for which its config.json has no place; correct the layers or the "
             "settings there, or give `--allow_missing` to leave these weights out"
         )
 
@@ -59,10 +59,10 @@ def check_finite(name: object, model: nn.Module) -> None:
         if not all(torch.isfinite(end) for end in torch.aminmax(value.detach()))
     ]
     if wrong:
-        raise UsageError(f"{name}: {shown(wrong)} holds NaN or infinite values; get the checkpoint again")
+        raise UsageError(f"{name}: {listed(wrong)} holds NaN or infinite values; get the checkpoint again")
 
 
-def shown(names: Collection[str]) -> str:
+def listed(names: Collection[str]) -> str:
     """The first of these names, and the number of the others."""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(f"`{name}`" for name in list(names)[:NAMES_SHOWN]) + more

@@ -595,7 +595,7 @@ TENSORS = 18  # of which these can have gradients
 DIFFERENTIABLE = (0, 1, 2, 4, 5, *range(10, 18))
 
 
-class Given(NamedTuple):
+class HybridArguments(NamedTuple):
     """The arguments of the operator.
 
     `key` has N rows, one for each query, or `window` rows more, of tokens before the first query; only then can there
@@ -706,7 +706,7 @@ def hybrid(
 
 
 def _joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = Given(*arguments)
+    given = HybridArguments(*arguments)
     features = check_joint(given)
     refuse_without_library(*given[:3], *given[4:6], given.key_weight)
     output, size, total, state = _new_results(given, features)
@@ -731,11 +731,11 @@ def _joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _fake_joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = Given(*arguments)
+    given = HybridArguments(*arguments)
     return _new_results(given, check_joint(given))
 
 
-def _new_results(given: Given, features: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _new_results(given: HybridArguments, features: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (batch, heads, length, _), kv_heads, width = given.query.shape, given.key.shape[1], given.value.shape[3]
     output = given.query.new_empty(batch, length, heads, width, dtype=accumulation_dtype(given.query))
     size = output.new_empty(batch, kv_heads, heads // kv_heads, length, 1)
@@ -744,7 +744,7 @@ def _new_results(given: Given, features: int) -> tuple[Tensor, Tensor, Tensor, T
 
 def _joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *arguments: Any) -> list[Tensor]:
     *tensors, output, size, total, needed = arguments
-    given = Given(*tensors)
+    given = HybridArguments(*tensors)
     features = check_joint(given)
     query, key, value = (x.to("meta") for x in given[:3])
     like_output, like_size, _, like_state = _new_results(given._replace(query=query, key=key, value=value), features)
@@ -792,7 +792,7 @@ def _joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *argu
 
 def _fake_joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *arguments: Any) -> list[Tensor]:
     needed = arguments[-1]
-    given = Given(*arguments[:-4])
+    given = HybridArguments(*arguments[:-4])
     check_joint(given)
     tensors: Any = [given[place] for place in DIFFERENTIABLE]
     _, num_far = given.ranges
@@ -822,7 +822,7 @@ class Exact(NamedTuple):
     kept: Sequence[Tensor]  # the tensors of `Kept`; none without a state
     number: int  # M
 
-    def run(self, given: Given, *others: Tensor | None, name: str = "exact_keys_forward") -> None:
+    def run(self, given: HybridArguments, *others: Tensor | None, name: str = "exact_keys_forward") -> None:
         """Call C: `others` are its tensors from those kept after the last query on, `MORE_TENSORS` at most."""
         batch, kv_heads, (first, num_far) = given.key.shape[0], given.key.shape[1], given.ranges
         far, queries = slice(num_far), slice(first, None)
@@ -845,7 +845,7 @@ class Exact(NamedTuple):
 
 def _exact(*arguments: Any) -> list[Tensor]:
     """`_joint` with exact keys, without gradients: the output, the far sums, and the tensors of `Kept`."""
-    given, exact = Given(*arguments[: -len(Exact._fields)]), Exact(*arguments[-len(Exact._fields) :])
+    given, exact = HybridArguments(*arguments[: -len(Exact._fields)]), Exact(*arguments[-len(Exact._fields) :])
     features = check_exact(given, exact)
     refuse_without_library(*given[:3], *given[4:6], given.key_weight)
     output, size, total, state = _new_results(given, features)
@@ -884,13 +884,13 @@ def _exact(*arguments: Any) -> list[Tensor]:
 
 
 def _fake_exact(*arguments: Any) -> list[Tensor]:
-    given, exact = Given(*arguments[: -len(Exact._fields)]), Exact(*arguments[-len(Exact._fields) :])
+    given, exact = HybridArguments(*arguments[: -len(Exact._fields)]), Exact(*arguments[-len(Exact._fields) :])
     output, _, _, state = _new_results(given, check_exact(given, exact))
     kept = Kept.nothing(given.key, given.value, exact.number, exact.key_position is not None)
     return [output, state, *(x for x in kept if x is not None)]
 
 
-def check_exact(given: Given, exact: Exact) -> int:
+def check_exact(given: HybridArguments, exact: Exact) -> int:
     """Check the arguments of the operator with exact keys and return F, the number of features.
 
     Raises:
@@ -998,7 +998,7 @@ def _exact_keys(*arguments: Any) -> list[Tensor]:
     return found
 
 
-def _new_parts(given: Given, exact: Exact) -> list[Tensor]:
+def _new_parts(given: HybridArguments, exact: Exact) -> list[Tensor]:
     query, key, value, dtype = given.query, given.key, given.value, accumulation_dtype(given.query)
     rows = (*key.shape[:2], query.shape[1] // key.shape[1], query.shape[2])
     results = [query.new_empty(*rows, columns, dtype=dtype) for columns in (value.shape[3], 1)]
@@ -1040,7 +1040,7 @@ def _fake_exact_keys_backward(*arguments: Any) -> list[Tensor]:
 
 def _of_keys(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, score: Tensor, position: Tensor | None, *how: Any
-) -> tuple[Given, Exact]:
+) -> tuple[HybridArguments, Exact]:
     """The checked arguments of the operator, in which key t leaves the window before query t.
 
     Raises:
@@ -1067,10 +1067,10 @@ def _of_keys(
     refuse_without_library(query, key, value)
     tensors: Any = (query, key, value, visible, *[None] * 14, EXP, 0, scaling, NO_PAIRS, NO_PAIRS)
     others: Any = (score, None, position, *turns, 0, (), count)
-    return Given(*tensors), Exact(*others)
+    return HybridArguments(*tensors), Exact(*others)
 
 
-def check_joint(given: Given, turns_keys: bool = True) -> int:
+def check_joint(given: HybridArguments, turns_keys: bool = True) -> int:
     """Check the arguments of the operator and return F, the number of features.
 
     Raises:
@@ -1122,7 +1122,9 @@ def _differentiate_joint(
     *inputs, output, size, total = ctx.saved_tensors
     needed = [bool(need) for need in ctx.needs_input_grad[:TENSORS]]
     if torch.is_grad_enabled():
-        grads = gradients_with_graph(lambda *x: plain_joint(Given(*x, *ctx.how)), inputs, (grad_output, grad_state))
+        grads = gradients_with_graph(
+            lambda *x: plain_joint(HybridArguments(*x, *ctx.how)), inputs, (grad_output, grad_state)
+        )
     else:
         found = iter(
             OPERATORS.joint_attention_backward(grad_output, grad_state, *inputs, *ctx.how, output, size, total, needed)
@@ -1136,7 +1138,7 @@ def _differentiate_joint(
     return *grads, *(None for _ in ctx.how)
 
 
-def plain_near(given: Given) -> Part:
+def plain_near(given: HybridArguments) -> Part:
     """The part of window and sinks, in plain torch operations."""
     before, window, query = given.before, given.window, accumulated(given.query)
     to_sinks = None if given.sink_turn is None else _turn(query, given.sink_turn, given.sink_pairs)
@@ -1147,7 +1149,7 @@ def plain_near(given: Given) -> Part:
     return output, size
 
 
-def plain_joint(given: Given) -> tuple[Tensor, Tensor]:
+def plain_joint(given: HybridArguments) -> tuple[Tensor, Tensor]:
     """What the operator computes, in plain torch operations: the output `[B, N, H, W]` and the state."""
     before, window, kv_heads = given.before, given.window, given.key.shape[1]
     query = accumulated(given.query)
@@ -1180,7 +1182,7 @@ def _turn(x: Tensor, turn: Tensor, pairs: Pairs) -> Tensor:
     return x.index_copy(-1, a + distance, first * sine + second * cosine)
 
 
-def _far_arguments(given: Given) -> list[Tensor | None]:
+def _far_arguments(given: HybridArguments) -> list[Tensor | None]:
     """The arguments of the C kernel for far keys, up to their ages."""
     *tensors, _, _ = given.far()
     norm = given.norm_weight * given.scaling

@@ -49,7 +49,7 @@ from .base import (
     real_first,
     without_padding,
 )
-from .options import AftOptions
+from .settings import AftOptions
 
 
 # The range of weights, in nats, within which one float32 product keeps full relative precision.
@@ -275,10 +275,10 @@ def _mean_by_keys(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | N
     """
     tokens, means, sizes = _tokens_at_a_time(key), [], []
     parts = list(zip(key.split(tokens, dim=2), value.split(tokens, dim=2), mask_chunks(mask, tokens, key)))
-    for k, v, shown in parts:
+    for k, v, kept in parts:
         k = k.to(accumulation_dtype(k))
-        if shown is not None:
-            k, v = torch.where(shown[:, None, :, None], k, EMPTY_MAXIMUM), without_padding(v, shown)
+        if kept is not None:
+            k, v = torch.where(kept[:, None, :, None], k, EMPTY_MAXIMUM), without_padding(v, kept)
         means.append((k.softmax(dim=2) * v).sum(dim=2, keepdim=True))
         if len(parts) == 1:
             return means[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of an attention mechanism and of its options.
 
-A mechanism replaces softmax(q k^T) v inside one attention layer. It has a module, its options in `options.py`
+A mechanism replaces softmax(q k^T) v inside one attention layer. It has a module, its options in `settings.py`
 and a line in `registry.py`. Its class attributes say what it can do, and a configuration that asks for more is refused
 with the name of what is missing.
 """
@@ -19,7 +19,7 @@ from torch import nn
 
 from ..torch_kernels.blocks import is_tracing
 from ..torch_kernels.implementations import load_implementations
-from .options import MechanismOptions
+from .settings import MechanismOptions
 
 
 State = tuple[torch.Tensor, ...]

@@ -29,12 +29,12 @@ from torch import nn
 from transformers import initialization as init
 
 from ..features.maps import identity_start
-from ..positions.rotary import taken_back, without_hidden
+from ..positions.rotary import rotary_shift, without_hidden
 from ..torch_kernels.blocks import accumulated, accumulation_dtype, project_heads, with_dtype
 from ..torch_kernels.delta import gated_delta, unit_length
 from .base import AttentionMechanism, LayerShape, MechanismInputs, State, gather_tokens, inverse_order, real_first
-from .options import QWEN3_5, GatedDeltaOptions
 from .qwen3_5 import Qwen35Rule
+from .settings import QWEN3_5, GatedDeltaOptions
 from .token_gates import INITIAL_SLOPE, ForgetGate, SigmoidGate, hidden_size_of, scaled
 
 
@@ -93,7 +93,7 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
         if self.conv_size:
             self.convolutions.extend(ShortConvolution(*each, self.conv_size) for each in sizes)
         self.absorbs_queries = bool(self.conv_size) and not self.is_qwen3_5
-        self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
+        self.shift = rotary_shift(settings, shape, self.layer_setting("rope_frequencies"))
         self.needs_positions = self.shift is not None
 
     def reset_parameters(self) -> None:

@@ -35,7 +35,7 @@ from ..positions.rotary import (
     LearnedDecay,
     RotaryShift,
     decay_of,
-    taken_back,
+    rotary_shift,
 )
 from ..torch_kernels.attention import makes_features, map_attention, state_after
 from ..torch_kernels.blocks import (
@@ -50,7 +50,7 @@ from ..torch_kernels.exact_keys import NEVER, Kept, choose, chunks_of, kept_afte
 from ..torch_kernels.implementations import implemented
 from ..torch_kernels.window import Part, join, joined_output, log_size
 from .base import LayerShape, MechanismInputs, State
-from .options import HybridOptions
+from .settings import HybridOptions
 from .token_gates import (
     hidden_size_of,
     scaled,
@@ -76,7 +76,7 @@ class HybridAttention(HybridOptions, WindowAttention):
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
         super().__init__(settings, shape)
-        self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
+        self.shift = rotary_shift(settings, shape, self.layer_setting("rope_frequencies"))
         self.needs_positions = self.needs_positions or self.shift is not None
         sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"])
         self.feature_map: Any = FEATURE_MAPS[settings["feature_map"]](*sizes)

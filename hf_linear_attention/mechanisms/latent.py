@@ -24,7 +24,7 @@ from transformers import initialization as init
 from ..torch_kernels.blocks import accumulated
 from ..torch_kernels.window import slot_attention
 from .base import AttentionMechanism, LayerShape, MechanismInputs, State
-from .options import LatentOptions
+from .settings import LatentOptions
 
 
 class LatentAttention(LatentOptions, AttentionMechanism):

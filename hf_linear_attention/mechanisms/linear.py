@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from ..features.maps import FEATURE_MAPS, FeatureMap
-from ..positions.rotary import decay_of, taken_back, without_hidden
+from ..positions.rotary import decay_of, rotary_shift, without_hidden
 from ..torch_kernels.attention import (
     elementwise_attention,
     kernel_attention,
@@ -20,7 +20,7 @@ from ..torch_kernels.attention import (
 from ..torch_kernels.blocks import EXP, KernelMap, is_eager, is_free, read_state, with_dtype
 from ..torch_kernels.implementations import implemented
 from .base import AttentionMechanism, LayerShape, MechanismInputs, OutputParts, State, mask_chunks
-from .options import LinearOptions
+from .settings import LinearOptions
 from .token_gates import TOKENS_PER_PART, faded, gates_of, with_key_exponents
 
 
@@ -40,7 +40,7 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         if settings.get("decay") == "gated" or settings.get("input_gate"):
             self.gate = gates_of(settings, shape)
         self.needs_gates = self.gate is not None
-        self.shift = taken_back(settings, shape, self.layer_setting("rope_frequencies"))
+        self.shift = rotary_shift(settings, shape, self.layer_setting("rope_frequencies"))
         self.needs_positions = self.shift is not None
 
     def build_feature_map(self, sizes: tuple[int, int, int], settings: Mapping[str, Any]) -> FeatureMap:

@@ -42,7 +42,7 @@ from .base import (
     weigh_tokens,
     without_padding,
 )
-from .options import LinformerOptions
+from .settings import LinformerOptions
 
 
 class LinformerAttention(LinformerOptions, AttentionMechanism):

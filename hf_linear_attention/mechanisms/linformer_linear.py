@@ -20,7 +20,7 @@ from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulation_dtype, largest_vi
 from .base import LayerShape, MechanismInputs, State, without_padding
 from .linear import LinearAttention
 from .linformer import LinformerAttention, compress, project
-from .options import LinformerLinearOptions
+from .settings import LinformerLinearOptions
 
 
 class LinformerLinearAttention(LinformerLinearOptions, LinformerAttention):

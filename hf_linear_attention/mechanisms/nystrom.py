@@ -33,7 +33,7 @@ from .base import (
     segment_means,
     without_padding,
 )
-from .options import NystromOptions
+from .settings import NystromOptions
 
 
 class NystromAttention(NystromOptions, AttentionMechanism):

@@ -14,7 +14,7 @@ from ..features.random_maps import RANDOM_FEATURES, RandomFeatureMap
 from ..torch_kernels.blocks import accumulated, with_dtype
 from .base import LayerShape, MechanismInputs, State
 from .linear import LinearAttention
-from .options import PerformerOptions
+from .settings import PerformerOptions
 
 
 class PerformerAttention(PerformerOptions, LinearAttention):

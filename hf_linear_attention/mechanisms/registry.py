@@ -17,8 +17,8 @@ from .linear import LinearAttention
 from .linformer import LinformerAttention
 from .linformer_linear import LinformerLinearAttention
 from .nystrom import NystromAttention
-from .options import FEATURE_MAP_TRAITS, MECHANISM_OPTIONS, FeatureMapTraits, LinearOptions
 from .performer import PerformerAttention
+from .settings import FEATURE_MAP_TRAITS, MECHANISM_OPTIONS, FeatureMapTraits, LinearOptions
 from .window import WindowAttention
 
 

@@ -40,8 +40,8 @@ from ..torch_kernels.blocks import (
     is_eager,
     is_free,
     needs_plain,
-    shown,
     with_dtype,
+    zero_where_masked,
 )
 from ..torch_kernels.implementations import implemented
 from ..torch_kernels.window import NearKeys, Part, SinkKeys, dense_attention, exact_part, join, window_in_blocks
@@ -55,7 +55,7 @@ from .base import (
     inverse_order,
     real_first,
 )
-from .options import WindowOptions
+from .settings import WindowOptions
 
 
 # What a slot of a line holds.
@@ -581,7 +581,7 @@ def _attend_to_all(mechanism: Any, inputs: MechanismInputs) -> Tensor:
     query, key, value, mask = inputs[:4]
     length, w, visible = query.shape[2], mechanism.window_size, None
     if mask is not None:
-        key, value = (shown(x, mask) for x in (key, value))
+        key, value = (zero_where_masked(x, mask) for x in (key, value))
         visible = (mask | ~mask.any(dim=1, keepdim=True))[:, None, None]
     if length > w:
         band = _band(mechanism, mask, query)
@@ -705,9 +705,9 @@ def _rows_of_sinks(mechanism: Any, query: Tensor, tokens: SplitTokens) -> Tensor
         # Keys move instead of these queries, because only the distance matters.
         move = mechanism.move_to_sinks(key, tokens.positions_at(chunk))
         key = key if move is None else mechanism.to_sinks(key, move)
-        logits = rows @ shown(key, mask).transpose(-1, -2)
+        logits = rows @ zero_where_masked(key, mask).transpose(-1, -2)
         logits = logits.masked_fill(~mask[:, None, None], EMPTY_MAXIMUM)
-        part = logits.softmax(dim=-1) @ shown(value, mask), logits.logsumexp(dim=-1, keepdim=True)
+        part = logits.softmax(dim=-1) @ zero_where_masked(value, mask), logits.logsumexp(dim=-1, keepdim=True)
         found = [join(*found, part)]
     return found[0][0].reshape(*query.shape[:3], inputs.value.shape[3])
 
@@ -742,7 +742,9 @@ def _attend_chunk(
     seen = tokens.sees(sinks[0].shape[2]).expand(-1, length, -1)
     if _is_plain(mechanism, inputs):
         if tokens.inputs.attention_mask is not None:
-            near = near._replace(key=shown(near.key, near.visible), value=shown(near.value, near.visible))
+            near = near._replace(
+                key=zero_where_masked(near.key, near.visible), value=zero_where_masked(near.value, near.visible)
+            )
         keys = SinkKeys(sinks[0], sinks[1], seen, None)
         return window_in_blocks(inputs.query, near, keys, inputs.scaling), before
     position = tokens.position[:, chunk]

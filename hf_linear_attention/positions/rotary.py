@@ -85,7 +85,7 @@ def rotary_of(settings: Mapping[str, Any]) -> dict[int, Rotary]:
     }
 
 
-def taken_back(settings: Mapping[str, Any], shape: LayerShape, frequencies: int | None) -> RotaryShift | None:
+def rotary_shift(settings: Mapping[str, Any], shape: LayerShape, frequencies: int | None) -> RotaryShift | None:
     """The shift of the frequencies that the feature map must not see; None with `rope` = `before_map`."""
     if settings["rope"] == "before_map" or shape.rotary is None:
         return None

@@ -26,9 +26,9 @@ from .blocks import (
     accumulated,
     needs_plain,
     plain_attention,
-    shown,
     sized_step,
     with_dtype,
+    zero_where_masked,
 )
 from .causal import CausalAttention, ElementwiseMap, causal_attention, scanned_attention
 from .implementations import implemented
@@ -101,7 +101,7 @@ def in_torch(
     feature_map = KernelMap(function)
     if key_weight is not None and query_weight is not None:
         feature_map = KernelMap(function, Affine(query_weight), Affine(key_weight, key_bias, key_norm))
-    key, value = shown(key, key_mask), shown(value, key_mask)
+    key, value = zero_where_masked(key, key_mask), zero_where_masked(value, key_mask)
     query, key = feature_map.features(query, feature_map.query), feature_map.features(key, feature_map.key)
     options: dict[str, Any] = {"log_features": feature_map.log_features, "key_mask": key_mask, "state": state}
     if is_causal and _needs_loop(key.shape[2]):
@@ -208,6 +208,6 @@ def elementwise_attention(
     implemented("check_attention", query, key, value, key_mask, None, state, *(None,) * 4, PLAIN, True)
     mask = None if key_mask is None else key_mask[:, None, :, None]
     query = query.unflatten(1, (key.shape[1], -1))
-    key, value = shown(key, key_mask), shown(value, key_mask)
+    key, value = zero_where_masked(key, key_mask), zero_where_masked(value, key_mask)
     output, _, state = CausalAttention.apply(query, key, value, state, mask, feature_map)
     return output.flatten(1, 2), state

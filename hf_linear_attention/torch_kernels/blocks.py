@@ -253,7 +253,7 @@ def unpack_state(state: Tensor | None, log_features: bool) -> tuple[Tensor | Non
     return state[..., :-1], state[..., -1]
 
 
-def shown(x: Tensor, mask: Tensor | None) -> Tensor:
+def zero_where_masked(x: Tensor, mask: Tensor | None) -> Tensor:
     """`x [B, heads, S, X]` with 0 where the mask `[B, S]` is 0, because a hidden NaN times 0 would still be NaN."""
     return x if mask is None else x.masked_fill((mask == 0)[:, None, :, None], 0.0)
 

@@ -19,7 +19,7 @@ from hf_linear_attention._common.options import (
     without_needs,
     without_task,
 )
-from hf_linear_attention.conversion.options import CONVERSION_FACTS
+from hf_linear_attention.conversion.arguments import CONVERSION_FACTS
 from hf_linear_attention.training.recipe import FACTS
 from hf_linear_attention.training.tasks import TASKS
 

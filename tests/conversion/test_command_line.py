@@ -14,7 +14,7 @@ from checkpoints import run, save_twin
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from hf_linear_attention.conversion import pipeline
-from hf_linear_attention.conversion.options import ConversionArguments, mechanism_arguments, parse
+from hf_linear_attention.conversion.arguments import ConversionArguments, mechanism_arguments, parse
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 

@@ -13,9 +13,9 @@ import pytest
 from checkpoints import run
 
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.conversion import findings
+from hf_linear_attention.conversion import doctor
 from hf_linear_attention.conversion.commands import doctor as main
-from hf_linear_attention.conversion.findings import (
+from hf_linear_attention.conversion.doctor import (
     BROKEN,
     LIBRARIES,
     NOTE,
@@ -38,7 +38,7 @@ def folder(linear_llama, tmp_path) -> Path:
     return Path(shutil.copytree(linear_llama, tmp_path / "model"))
 
 
-def found(folder: Path, topic: str) -> findings.Finding:
+def found(folder: Path, topic: str) -> doctor.Finding:
     return {finding.topic: finding for finding in folder_findings(folder)}[topic]
 
 
@@ -84,12 +84,12 @@ def test_what_is_no_converted_model_is_a_usage_error(llama, tmp_path):
 
 
 def test_versions_that_are_too_old_too_new_or_missing(monkeypatch):
-    monkeypatch.setattr(findings, "LIBRARIES", {
+    monkeypatch.setattr(doctor, "LIBRARIES", {
         "torch": (">=999", "999.1", ""), "transformers": (">=1,<2", "1", ""), "absent-a": (">=1", "1", ""),
         "absent-b": (">=1", "1", "training"), "safetensors": (">=0.1", "0.1.5", ""),
     })  # fmt: skip
-    kinds = {name: findings._library(name) for name in findings.LIBRARIES}
-    assert [kinds[name].kind for name in findings.LIBRARIES] == [BROKEN, BROKEN, BROKEN, NOTE, OK]
+    kinds = {name: doctor._library(name) for name in doctor.LIBRARIES}
+    assert [kinds[name].kind for name in doctor.LIBRARIES] == [BROKEN, BROKEN, BROKEN, NOTE, OK]
     assert "torch>=999 is needed" in kinds["torch"].text
     assert "the tests ran with 0.1.5" in kinds["safetensors"].text
 
@@ -106,7 +106,7 @@ def test_the_versions_are_those_of_the_project():
 def test_without_kernels_it_says_what_to_do(monkeypatch):
     reason = "The package was installed without its C kernels; install the package on a machine with a C compiler."
     monkeypatch.setattr("hf_linear_attention.kernel_backend", lambda: KernelBackend("torch", None, reason))
-    monkeypatch.setattr(findings.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     finding = {finding.topic: finding for finding in environment_findings()}["kernels"]
     assert finding.kind == NOTE
     assert reason in finding.text

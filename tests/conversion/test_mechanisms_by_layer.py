@@ -12,7 +12,7 @@ from checkpoints import run
 from matrix import sample_inputs
 from transformers import AutoModelForCausalLM
 
-from hf_linear_attention.conversion.options import parse
+from hf_linear_attention.conversion.arguments import parse
 
 
 SIZED = ("--attention", "0:hybrid,1-:linear", "--num_features", 8, "--window_size", 4, "--num_exact_keys", 2)

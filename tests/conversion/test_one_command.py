@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion import pipeline, preset_run, quality
-from hf_linear_attention.conversion.options import parse, parse_tokens
+from hf_linear_attention.conversion.arguments import parse, parse_tokens
 from hf_linear_attention.training.presets import Preset, Stage, fit_to, load_preset
 
 

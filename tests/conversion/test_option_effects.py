@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from hf_linear_attention.conversion import pipeline
-from hf_linear_attention.conversion.options import CONVERSION_FACTS, ConversionArguments
+from hf_linear_attention.conversion.arguments import CONVERSION_FACTS, ConversionArguments
 
 
 FIELDS = {field.name: field for field in fields(ConversionArguments)}

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_linear_attention
 from hf_linear_attention import convert, convert_and_heal
 from hf_linear_attention._common.errors import TerminatedError, UsageError
-from hf_linear_attention.conversion.options import RECIPE
+from hf_linear_attention.conversion.arguments import RECIPE
 from hf_linear_attention.default_settings import DEFAULTS
 from hf_linear_attention.modeling_linear_attention import linear_model_class
 from hf_linear_attention.training.presets import load_preset

@@ -61,7 +61,7 @@ from transformers import (
 from hf_linear_attention.conversion.commands import COMMANDS, main
 from hf_linear_attention.conversion.convert_checkpoint import main as convert_checkpoint
 from hf_linear_attention.features.maps import FEATURE_MAPS
-from hf_linear_attention.mechanisms.options import FEATURE_MAP_TRAITS, LinearOptions
+from hf_linear_attention.mechanisms.settings import FEATURE_MAP_TRAITS, LinearOptions
 from hf_linear_attention.training.finetune import main as finetune
 
 

@@ -264,7 +264,7 @@ def test_a_closed_pipe_is_no_traceback():
     [("config.json", b"[]"), ("modeling_linear_attention.py", None), ("modeling_linear_attention.py", b"class (")],
 )
 def test_doctor(linear_llama, tmp_path, monkeypatch, name, content):
-    monkeypatch.setattr("hf_linear_attention.conversion.findings.environment_findings", list)
+    monkeypatch.setattr("hf_linear_attention.conversion.doctor.environment_findings", list)
     model = copy_of(linear_llama, tmp_path / "model")
     (model / name).write_bytes(content) if content is not None else (model / name).unlink()
     code, out, err = command("doctor", model)

@@ -11,7 +11,7 @@ from transformers.initialization import no_init_weights
 
 from hf_linear_attention.attention.architectures import attention_modules
 from hf_linear_attention.attention_calls import KEYWORDS, NotObservedError, attention_call, interface_keywords
-from hf_linear_attention.rotary_positions import PAIRINGS, RotaryPairing, rotary_pairing
+from hf_linear_attention.observed_rotary import PAIRINGS, RotaryPairing, rotary_pairing
 
 
 PLACES = {

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_linear_attention.features.maps import FEATURE_MAPS, elu_plus_one, orthogonal_random_matrix
 from hf_linear_attention.features.random_maps import RANDOM_FEATURES, optimal_norm_weight
 from hf_linear_attention.mechanisms.base import MechanismInputs
-from hf_linear_attention.mechanisms.options import FEATURE_MAP_TRAITS, RANDOM_FEATURE_TRAITS
+from hf_linear_attention.mechanisms.settings import FEATURE_MAP_TRAITS, RANDOM_FEATURE_TRAITS
 
 
 def test_elu_is_positive_where_the_textbook_form_is_zero():

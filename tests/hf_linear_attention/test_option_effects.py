@@ -9,8 +9,8 @@ import torch
 from matrix import KINDS, MECHANISM_ROWS, sample_inputs, stock_model, supports
 
 from hf_linear_attention import convert
-from hf_linear_attention.mechanisms.options import Option
 from hf_linear_attention.mechanisms.registry import MECHANISMS
+from hf_linear_attention.mechanisms.settings import Option
 
 
 MORE = (

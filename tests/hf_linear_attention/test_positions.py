@@ -14,7 +14,7 @@ from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalL
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.layer import LinearizedAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.rotary_positions import rotary_facts
+from hf_linear_attention.observed_rotary import rotary_facts
 
 
 # 3 heads: not a power of two, for which ALiBi's slopes have a formula of their own

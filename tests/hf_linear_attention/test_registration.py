@@ -75,7 +75,7 @@ STRANGER = """
 import torch
 from hf_linear_attention.features.maps import ElementwiseFeatureMap
 from hf_linear_attention.mechanisms.base import AttentionMechanism
-from hf_linear_attention.mechanisms.options import Option
+from hf_linear_attention.mechanisms.settings import Option
 from hf_linear_attention.torch_kernels.attention import kernel_attention
 from hf_linear_attention.torch_kernels.blocks import accumulation_dtype
 

@@ -56,7 +56,7 @@ ATTENTION = (
     *("query", "key", "value", "key_mask", "log_decay", "state"),
     *("key_weight", "key_bias", "key_norm", "query_weight"),
 )
-JOINT = kernels_hybrid.Given._fields[: kernels_hybrid.TENSORS]
+JOINT = kernels_hybrid.HybridArguments._fields[: kernels_hybrid.TENSORS]
 WINDOW = ("query", "key", "value", "visible", "sink_key", "sink_value", "seen", "sink_query")
 
 
@@ -159,7 +159,7 @@ def seen_part(output, size, largest):
 def joint(t, options, constants):
     """The operator, or in float64 what it stands for."""
     how = (options[name] for name in ("function", "window", "scaling", "pairs", "pairs"))
-    given = kernels_hybrid.Given(*(t.get(name) for name in JOINT), *how)
+    given = kernels_hybrid.HybridArguments(*(t.get(name) for name in JOINT), *how)
     output, *_, state = (
         kernels_hybrid.plain_joint(given) if "is_exact" in constants else OPERATORS.joint_attention(*given)
     )
@@ -169,7 +169,7 @@ def joint(t, options, constants):
 def exact(t, options, constants):
     """The operator, or in float64 what it stands for."""
     how = (options[name] for name in ("function", "window", "scaling", "pairs", "pairs"))
-    given = kernels_hybrid.Given(*(t.get(name) for name in JOINT), *how)
+    given = kernels_hybrid.HybridArguments(*(t.get(name) for name in JOINT), *how)
     others = kernels_hybrid.Exact(
         *(t.get(name) for name in ("score", "position", "key_position")),
         *options["turns"],
@@ -191,7 +191,9 @@ def exact_keys(t, options, constants):
         others = visible, score.detach(), place, *turns, number, scaling
         output, size, *found = kernels_hybrid._ExactKeys.apply(query, key, value, others, None)
         return [output, size.masked_fill(size < EMPTY_MAXIMUM / 2, 0.0), *found]
-    given = kernels_hybrid.Given(query, key, value, visible, *[None] * 14, EXP, 0, scaling, (0, 1, 0), (0, 1, 0))
+    given = kernels_hybrid.HybridArguments(
+        query, key, value, visible, *[None] * 14, EXP, 0, scaling, (0, 1, 0), (0, 1, 0)
+    )
     exact = kernels_hybrid.Exact(score, None, place, *turns, 0, (), number)
     new = [key, value, score.detach(), torch.zeros(score.shape).int()]
     new += [] if place is None else [place[:, None, :, None].expand_as(score)]

@@ -8,7 +8,7 @@ from matrix import sample_inputs, stock_config, stock_model
 
 from hf_linear_attention import convert
 from hf_linear_attention.conversion.softmax_choice import with_softmax_layers
-from hf_linear_attention.conversion_api import convert_config
+from hf_linear_attention.model_conversion import convert_config
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 

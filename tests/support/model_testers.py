@@ -14,7 +14,7 @@ import transformers
 from transformers.testing_utils import torch_device
 
 from hf_linear_attention.configuration_linear_attention import model_heads
-from hf_linear_attention.conversion_api import convert_config
+from hf_linear_attention.model_conversion import convert_config
 from hf_linear_attention.modeling_linear_attention import linear_model_class
 
 

@@ -27,14 +27,14 @@ from hf_linear_attention._common.options import (
     typed_options,
 )
 from hf_linear_attention.layer_ranges import is_by_layer, parse_by_layer, parse_layers
-from hf_linear_attention.mechanisms.options import DROPPABLE, MECHANISM_OPTIONS, OWN
+from hf_linear_attention.mechanisms.settings import DROPPABLE, MECHANISM_OPTIONS, OWN
 from hf_linear_attention.training.recipe import REMOVED as OF_FINETUNE
 from hf_linear_attention.training.tasks import TASKS, TEXT_TASKS
 
 
 # The table of mechanisms needs torch, so that it is imported where it is used.
 if TYPE_CHECKING:
-    from hf_linear_attention.mechanisms.options import Option
+    from hf_linear_attention.mechanisms.settings import Option
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # The preset whose settings a conversion without `--attention` and `--preset` has.
