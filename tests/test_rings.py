@@ -14,7 +14,7 @@ PACKAGE = ROOT / "hf_linear_attention"
 # A module may import from its own ring and those before it.
 RINGS = ("model", "kernels", "tools", "_common", "training", "conversion")
 FOLDERS = {"kernels": "kernels", "_common": "_common", "training": "training", "conversion": "conversion"}
-MODEL = {f"hf_linear_attention.{name}" for name in _ring((), {})}
+MODEL = {f"hf_linear_attention.{name}" for name in _ring({})}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -100,7 +100,7 @@ def test_conversations_are_learned_and_measured(tmp_path: Path) -> None:
     assert "give a `--validation_file` of held-out text, here or with" in text
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
     command = ["--model_name_or_path", tmp_path / "original", "--output_dir", tmp_path / "out"]
-    command += ["--validation_file", tmp_path / "valid.jsonl", "--train_file", tmp_path / "train.jsonl"]
+    command += ["--validation_file", tmp_path / "valid.jsonl"]
     code, text, err = evaluate(*command, "--controls", "none", "--max_eval_length", 48)
     assert code == 0, err
     teacher = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["quality"]["teacher"]
