@@ -37,7 +37,7 @@ from hf_linear_attention.training.checkpoints import list_checkpoints
 from hf_linear_attention.training.presets import STAGES, stages_of
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tasks import unit_of
-from hf_linear_attention.training.tracking import METRICS, loss_curve
+from hf_linear_attention.training.tracking import METRICS, units_per_second
 
 
 logger = logging.getLogger(__name__)
@@ -171,14 +171,14 @@ def _finish(conversion: Conversion, training: Training) -> None:
 
 def _name_runs(folder: Path, training: Training) -> None:
     """Name the stages in the training history, instead of the folders between them, which will be deleted, and keep
-    their losses."""
+    their speed."""
     runs = training_history(str(folder))
     stages = stages_of(training.preset, training.given["task"])
     trained = training.work / TRAINED
     for number, (run_, stage) in enumerate(zip(runs, stages, strict=True), 1):
         del run_["training"]["model_name_or_path"]
         place = trained if number == len(stages) else trained / STAGES / f"{number}-{stage.name}"
-        run_["loss"] = loss_curve(place / METRICS)
+        run_["per_second"] = units_per_second(place / METRICS)
         run_["training"] = {"preset": training.preset.name, "stage": stage.name, **run_["training"]}
     (folder / HISTORY).write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 METRICS = "metrics.jsonl"
-NATS = "eval_nats_per_token"
-MOST_POINTS = 100  # of a curve in a report
 
 
 class MetricsFile:
@@ -51,25 +49,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
-def loss_curve(path: Path) -> dict[str, Any]:
-    """The losses in a `metrics.jsonl` for a report: at most about 100 `points` of (amount in its unit, loss), the
-    `evaluated` nats per token of held-out text, and the median `per_second` of what was trained on.
-
-    It is empty if no loss was logged.
-    """
+def units_per_second(path: Path) -> float | None:
+    """The median speed in a `metrics.jsonl`, in what the run counted; None if none was logged."""
     events = read_metrics(path) if path.is_file() else []
-    unit = _unit(events)
-    points = [[event[unit], event["loss"]] for event in events if "loss" in event]
-    if not points:
-        return {}
-    step = -(-len(points) // MOST_POINTS)
-    speeds = sorted(event[f"{unit}_per_second"] for event in events if f"{unit}_per_second" in event)
-    return {
-        "unit": unit,
-        "points": [point for place, point in enumerate(points, 1) if place % step == 0 or place == len(points)],
-        "evaluated": [[event[unit], event[NATS]] for event in events if NATS in event],
-        "per_second": speeds[len(speeds) // 2] if speeds else None,
-    }
+    name = f"{_unit(events)}_per_second"
+    speeds = sorted(event[name] for event in events if name in event)
+    return speeds[len(speeds) // 2] if speeds else None
 
 
 def _unit(events: list[dict[str, Any]]) -> str:

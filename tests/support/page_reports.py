@@ -55,10 +55,6 @@ RUNS: list[dict[str, Any]] = [
     {
         "dataset": "a.jsonl", "metrics": {"eval_nats_per_token": 1.5},
         "training": {"stage": stage, "tokens": 1000, "logits_kl_weight": 1.0},
-        "loss": {
-            "unit": "tokens", "points": [[100, 0.5], [500, 0.1], [1000, 0.05]],
-            "evaluated": [[0, 1.6], [1000, 1.5]],
-        },
     }
     for stage in ("transfer", "distil")
 ]  # fmt: skip
