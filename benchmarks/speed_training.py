@@ -24,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -50,7 +51,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
         (objectives.AttentionTransfer, "total"),
         (objectives.FarShare, "total"),
     ],
-    "backward": [(TrainingLoop, "_backward"), (objectives, "differentiated")],
+    "backward": [(Accelerator, "backward"), (objectives, "differentiated")],
     "clipping": [(TrainingLoop, "_clip")],
     "optimizer": [(TrainingLoop, "_update")],
     "data": [(batches, "pad"), (batches.Stream, "__getitem__"), (TrainingLoop, "_to_device")],
