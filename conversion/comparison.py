@@ -155,9 +155,12 @@ def _train(conversion: Conversion, whole: Conversion) -> float | None:
     tokens = whole.training.preset.tokens if whole.training is not None else 0
     stages = stages_of(training.preset, training.given["task"])
     runs = training_history(str(training.output_dir))
-    speeds = [(stage.share, run_.get("per_second")) for stage, run_ in zip(stages, runs, strict=True)]
-    is_known = all(speed for _, speed in speeds)
-    return sum(tokens * share / speed for share, speed in speeds) / 60 if is_known else None
+    speeds: list[tuple[float, Any]] = [
+        (stage.share, run_.get("per_second")) for stage, run_ in zip(stages, runs, strict=True)
+    ]
+    if not all(speed for _, speed in speeds):
+        return None
+    return sum(tokens * share / speed for share, speed in speeds) / 60
 
 
 def _speed_text(row: Mapping[str, Any], max_length: int | None) -> str:
