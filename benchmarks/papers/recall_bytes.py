@@ -7,8 +7,8 @@ multi-query associative recall, or copying after a gap. Students are healed with
 tokens of the task. Text, which is left out without `--text_teacher`, is healed on `--text_tokens` as the preset says.
 What is finished in `--work_dir` is not made again.
 
-A form has every one of the `--shares` of the bytes of the teacher's keys and values at the trained length, in which
-those of a layer that keeps softmax, the first one, count in full.
+A form has every one of the `--shares` of the bytes of the teacher's keys and values at the trained length. If a layer
+keeps softmax (the first one), its keys and values count in full.
 
 Off: `hybrid` computes window and sinks only, and in every other mechanism a token sees nothing but itself. What keeps
 softmax keeps it. The difference is that of the same answers.

@@ -234,7 +234,7 @@ def graph_of(model: Any) -> Decoder | Encoder:
 
 
 def kept_by(number: int, layer: Any) -> list[Port]:
-    """What a layer of a cache keeps.
+    """The ports of what one layer of a cache keeps.
 
     Raises:
         UsageError: if it is neither a state of ours, nor all keys and values.

@@ -128,11 +128,6 @@ def score(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[
     return figures
 
 
-def compare(teacher: PreTrainedModel, student: PreTrainedModel, batches: Sequence[Batch]) -> dict[str, Any]:
-    """Figures that compare a causal language model with its teacher on batches with labels (`training.data`)."""
-    return summary(score(teacher, student, batches), student.config.linear_attention)
-
-
 def summary(figures: TokenFigures, settings: Settings) -> dict[str, Any]:
     """The means of the figures from `score` for a student with these `settings`."""
     position, values = figures[POSITION], {name: value for name, value in figures.items() if name != POSITION}

@@ -24,13 +24,14 @@ from hf_linear_attention.training.data.batches import pad
 from hf_linear_attention.training.data.packing import Documents, FirstExamples, StreamWindows
 from hf_linear_attention.training.evaluation.retention import (
     batches_of,
-    compare,
     longest_window,
     most_positions,
     nats_of,
     position_buckets,
     running_text,
+    score,
     separate_windows,
+    summary,
     target_positions,
     without_far,
 )
@@ -80,7 +81,7 @@ def test_a_language_model_against_its_teacher(teacher) -> None:
     student = convert(teacher, **settings)
     with torch.no_grad():
         student.lm_head.weight *= 1.1  # trained: not the weights of the window alone
-    figures = compare(teacher, student, batches())
+    figures = summary(score(teacher, student, batches()), student.config.linear_attention)
     (batch,) = batches()
     assert figures["teacher"] == pytest.approx(nats(teacher, batch), rel=1e-5)
     assert figures["student"] == pytest.approx(nats(student, batch), rel=1e-5)
