@@ -17,7 +17,6 @@ from hf_linear_attention._common.options import (
     COUNT,
     SEED,
     Bounds,
-    Kind,
     OnResume,
     built,
     facts_of,
@@ -51,6 +50,7 @@ REMOVED: dict[str, str] = {
     "normalization": "leave it out: near and far keys share one denominator",
     "softmax_heads": "give `--num_exact_keys` of `--attention hybrid`, or keep whole layers with `--softmax_layers`",
     "max_position_embeddings": "read longer texts in chunks (docs/positions.md)",
+    "base_model": "name the original in the head of README.md: `base_model: user/original`",
     "train_file": "leave it out: recall is measured on `--validation_file`",  # of `evaluate`
     **{name: OF_FINETUNE[name] for name in (*_OF_EMBEDDINGS, "cache_teacher")},
 }
@@ -111,16 +111,10 @@ class MeasuringArguments:
         group="measuring",
     )
     trust_remote_code: bool = option(
-        "run Python code that the checkpoint itself contains",
-        False,
-        on_resume=OnResume.FREE,
-        group="source",
+        "run Python code that the checkpoint itself contains", False, on_resume=OnResume.FREE, group="source"
     )
     allow_pickle: bool = option(
-        "read .bin files if there are no safetensors",
-        False,
-        on_resume=OnResume.FREE,
-        group="source",
+        "read .bin files if there are no safetensors", False, on_resume=OnResume.FREE, group="source"
     )
     allow_missing: bool = option(
         "convert although the checkpoint lacks weights of the model, which are then random, or has layers that its "
@@ -146,10 +140,7 @@ class ConversionArguments(MeasuringArguments):
 
     model_name_or_path: str = option("the softmax checkpoint: a folder or a hub name", group="source")
     output_dir: str | None = option(
-        "the folder to write; may be left out with --dry_run",
-        None,
-        is_path=True,
-        group="result",
+        "the folder to write; may be left out with --dry_run", None, is_path=True, group="result"
     )
     attention: str | None = option(ATTENTION_HELP, None, group="attention")
     layers: str | None = option(
@@ -180,10 +171,7 @@ class ConversionArguments(MeasuringArguments):
         group="attention",
     )
     dtype: str = option(
-        "the dtype of the weights written; auto keeps that of the checkpoint",
-        "auto",
-        DTYPES,
-        group="result",
+        "the dtype of the weights written; auto keeps that of the checkpoint", "auto", DTYPES, group="result"
     )
     calibration_file: str | None = option(
         "real inputs to which --features favor++ is fitted: .txt, .jsonl, .csv, .tsv or .parquet (column `text`, or "
@@ -237,12 +225,6 @@ class ConversionArguments(MeasuringArguments):
     no_verify: bool = option("do not compare the result with its source", False, group="result")
     overwrite: bool = option(
         "replace an existing --output_dir, once the new one is complete", False, on_resume=OnResume.FREE, group="result"
-    )
-    base_model: str | None = option(
-        "the name on the Hub of a source in a folder, for the model card",
-        None,
-        on_resume=OnResume.FREE,
-        group="source",
     )
     push_to_hub: str | None = option(
         "also upload the result under this name, such as user/model; paths of this machine stay here",
@@ -298,10 +280,7 @@ def _help(users: Mapping[str, Option]) -> str:
 class Request:
     """A conversion that is asked for.
 
-    Args:
-        arguments: the options of the command itself.
-        given: the `linear_attention` settings that are given.
-        options: everything that is given, by the names of the options.
+    `arguments` are the options of the command, `given` the settings, and `options` all that is given, by its name.
     """
 
     arguments: ConversionArguments
@@ -382,11 +361,6 @@ def parse(argv: Sequence[str], description: str | None = None) -> Request:
     return request_of(given_options(parser, groups, argv))
 
 
-def request_kinds() -> dict[str, Kind]:
-    """The kind of every option of `convert`, by name."""
-    return kinds_of(ConversionArguments, mechanism_arguments())
-
-
 def request_of(options: Mapping[str, Any]) -> Request:
     """The request with these options of `convert`; lists and values by layer may be those of Python.
 
@@ -394,7 +368,7 @@ def request_of(options: Mapping[str, Any]) -> Request:
         UsageError: naming every option that there is not, and every value that is wrong.
     """
     group = mechanism_arguments()
-    values = typed_options(options, request_kinds(), removed=REMOVED)
+    values = typed_options(options, kinds_of(ConversionArguments, group), removed=REMOVED)
     (arguments,) = built([ConversionArguments], values)
     if problems := list(out_of_bounds(CONVERSION_FACTS, vars(arguments))):
         raise UsageError(*problems)

@@ -28,7 +28,6 @@ from hf_linear_attention.conversion.verification import built_in_text
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, loader
 from hf_linear_attention.training.data.file_checks import (
     SUFFIXES,
-    check_data_file,
     column_instead,
     file_problems,
     wanted_columns,
@@ -42,7 +41,6 @@ from hf_linear_attention.training.recipe import (
     OptimizationArguments,
     Recipe,
     RunArguments,
-    TaskArguments,
 )
 from hf_linear_attention.training.recipe_parser import fill_defaults
 from hf_linear_attention.training.tasks import INSTALL, is_installed
@@ -114,22 +112,17 @@ def _text_inputs(
 
 
 def check_text_file(option: str, path: str, columns: Sequence[str] = ("text",), instead: str | None = None) -> None:
-    """Check that `path` is a text file of a type that training can read.
+    """Check that `path`, which `--option` names, is a text file of a type that training can read.
 
-    Args:
-        option: the name of the option in messages.
-        columns: the columns that a file of rows must have.
-        instead: a column that may stand in place of all of these.
+    A file of rows must have these columns, or else the column `instead`.
 
     Raises:
         UsageError: if it is not.
     """
     if not Path(path).is_file() or Path(path).suffix not in SUFFIXES:
         raise UsageError(f"`--{option}` = {path!r}: give a file named *" + ", *".join(SUFFIXES))
-    try:
-        check_data_file(path, dict.fromkeys(columns), instead)
-    except UsageError as error:
-        raise UsageError(f"`--{option}`: {error}") from error
+    if problems := file_problems(path, dict.fromkeys(columns), instead):
+        raise UsageError(*(f"`--{option}`: {problem}" for problem in problems))
 
 
 def check_pairs_file(path: str) -> None:
@@ -262,18 +255,16 @@ def data_recipe(
     """A recipe of `training` for this model, which is not trained.
 
     Args:
-        **data: options of `DataArguments` and `TaskArguments`.
+        **data: options of `DataArguments`.
     """
     import datasets  # most conversions do without this library
 
     datasets.disable_progress_bars()
-    own = {name: data[name] for name in data if name in TaskArguments.__dataclass_fields__}
     return Recipe(
         ModelArguments(model, task, teacher, trust_remote_code=trust_remote_code),  # type: ignore[arg-type]
-        DataArguments(**{name: value for name, value in data.items() if name not in own}),
+        DataArguments(**data),
         ObjectiveArguments(),
         OptimizationArguments(),
         RunArguments(""),
-        TaskArguments(**own),
         given=frozenset(data),
     )

@@ -267,16 +267,12 @@ def finetune(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--push_to_hub", metavar="NAME")
     own, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    name = own.push_to_hub
-    if name is not None and (code := run_command(command, lambda: _check_name(name), stopped="nothing was written")):
-        return code
+    if (name := own.push_to_hub) is not None:
+        from hf_linear_attention.conversion.output_folder import check_hub_name
+
+        if code := run_command(command, lambda: check_hub_name(name), stopped="nothing was written"):
+            return code
     return script.main(words, lambda folder: _finish_training(folder, name))
-
-
-def _check_name(name: str) -> None:
-    from hf_linear_attention.conversion.output_folder import check_hub_name
-
-    check_hub_name(name)
 
 
 def _finish_training(folder: Path, name: str | None) -> None:

@@ -112,10 +112,7 @@ def compared(
 ) -> dict[str, Any]:
     """The row of one mechanism in comparison.json; only `mechanism` and `refused` if the model does not support it.
 
-    Args:
-        tokens: how many to train on; None for no training.
-        data: what is measured on which file.
-        folder: where the text to train on is, and the converted models are written.
+    `tokens` are trained on, of the file in `folder`, where the converted models are written; with None, none are.
     """
     preset = preset_for(mechanism, direction_of(stock_config(source, data.trust_remote_code)))
     options = {"model_name_or_path": data.model_name_or_path, "trust_remote_code": data.trust_remote_code}

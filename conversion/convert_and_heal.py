@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,9 @@ def convert_and_heal(
             given["output_dir"] = scratch / "result" / f"{title}-linear"
         if train_data is not None:
             given["train_file"] = _file(train_data, scratch / f"{TEXTS}.jsonl")
-        if source != name and name is not None and is_hub_name(name):
-            given["base_model"] = name
         conversion = prepare(request_of({**_options_of(recipe), **given, **options}))
+        if source != name and name is not None and is_hub_name(name):
+            conversion = replace(conversion, base_model=name)
         training, result = _training_of(conversion)
         from hf_linear_attention.conversion.preset_run import run_training  # needs the extra `train`
 

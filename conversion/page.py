@@ -11,7 +11,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from hf_linear_attention._common.model_card import HISTORY, PAGE, REPORT, format_value
+from hf_linear_attention._common.model_card import PAGE, REPORT, format_value, training_history
 from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.figures import COLUMNS, GOOD, WINDOW, Figures, Table, figures_of
 from hf_linear_attention.conversion.report import settings_of
@@ -58,52 +58,28 @@ class Section:
 def write_page(folder: str | Path, name: str | None = None) -> Path:
     """Write report.html into a folder with config.json and conversion_report.json; returns its path.
 
-    Args:
-        name: the title; by default the folder's name.
-
-    Raises:
-        OSError: if a file is missing or cannot be written.
+    The title is `name`, or else the folder's.
     """
     folder = Path(folder)
     report, config = (json.loads((folder / file).read_text(encoding="utf-8")) for file in (REPORT, "config.json"))
-    history = folder / HISTORY
-    runs = json.loads(history.read_text(encoding="utf-8"))["runs"] if history.is_file() else []
-    path = folder / PAGE
+    runs, path = training_history(str(folder)), folder / PAGE
     path.write_text(page_of(report, runs, config, name or folder.resolve().name), encoding="utf-8")
     return path
 
 
 def page_of(report: Report, runs: Runs, config: Mapping[str, Any], name: str) -> str:
-    """The page of a converted model as HTML.
-
-    Args:
-        report: the content of conversion_report.json.
-        runs: the training runs in training_report.json, oldest first.
-        config: the content of config.json.
-        name: the title.
-    """
+    """The page as HTML, from conversion_report.json, the runs in training_report.json, and config.json."""
     quality = report.get("quality") or {}
     figures = figures_of(quality) if quality else None
-    parts = (
-        _figures_section(figures, quality),
-        _speed_section(quality),
-        _layers_section(report),
-        _heads_section(report, quality),
-        _command_section(report),
-    )
+    parts = [_figures_section(figures, quality), _speed_section(quality), _layers_section(report)]
+    parts += [_heads_section(report, quality), _command_section(report)]
     lead = (_about(report, runs, config), next_step(report, runs, figures))
     versions = ", ".join(f"{name} {version}" for name, version in (report.get("versions") or {}).items())
     footer = f"Converted with {versions or 'unknown versions'}. All figures are in {REPORT}."
-    return rendered(name, headline(report, runs, figures), filter(None, lead), filter(None, parts), footer)
-
-
-def rendered(name: str, title: str, lead: Iterable[str], sections: Iterable[Section], footer: str) -> str:
-    """The template, filled in; every text is escaped."""
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(name=name, headline=title, lead=lead, sections=sections, footer=footer) + "\n"
+    texts = {"name": name, "headline": headline(report, runs, figures), "lead": filter(None, lead), "footer": footer}
+    options: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
+    template = jinja2.Environment(**options).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(**texts, sections=filter(None, parts)) + "\n"
 
 
 # ---- The headline, and the sentences below it
@@ -142,7 +118,7 @@ def _about(report: Report, runs: Runs, config: Mapping[str, Any]) -> str:
     layers = [layer for layer in report.get("layers") or () if layer.get("state_bytes")]
     if cache := sum(layer.get("cache_bytes_per_token") or 0 for layer in layers):
         state = sum(layer["state_bytes"] for layer in layers)
-        about += f" The converted layers keep {bytes_text(state)} of a sequence of any length, as much as the keys and "
+        about += f" The converted layers keep {state:,} bytes of a sequence of any length, as much as the keys and "
         about += f"values of {state / cache:,.0f} tokens."
     return about
 
@@ -163,14 +139,6 @@ def next_step(report: Report, runs: Runs, figures: Figures | None) -> str | None
     return f"{longer}, or take that window (--attention window)." if found[1].endswith(WINDOW) else f"{longer}."
 
 
-def bytes_text(value: float) -> str:
-    """A number of bytes in the unit that needs the fewest digits."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f} B"
-
-
 # ---- The sections
 
 
@@ -179,11 +147,9 @@ def _figures_section(figures: Figures | None, quality: Mapping[str, Any]) -> Sec
     if figures is None:
         return None
     table = Table(["figure", "value"], [[name, format_value(value)] for name, value in figures.rows.items()])
-    texts = [f"Measured on {figures.about}.", *figures.notes]
-    if figures.by_position is None:
-        return Section("Figures on held-out text", texts, tables=[table])
-    plot = plot_by_position(quality["positions"]) if quality["positions"]["buckets"] else None
-    return Section("Figures on held-out text", texts, plot, [table, figures.by_position])
+    texts, positions = [f"Measured on {figures.about}.", *figures.notes], quality.get("positions") or {}
+    plot = plot_by_position(positions) if positions.get("buckets") else None
+    return Section("Figures on held-out text", texts, plot, [*filter(None, (table, figures.by_position))])
 
 
 def plot_by_position(positions: Mapping[str, Any]) -> Markup | None:

@@ -69,13 +69,8 @@ CALIBRATION_TOKENS = 4096  # for FAVOR++; the fitting itself is `hf_linear_atten
 class Conversion:
     """Everything that is decided before the first weight is loaded.
 
-    Args:
-        request: the parsed command line.
-        source: the checkpoint to convert.
-        plan: what the conversion will do.
-        output_dir: the folder to write; None if nothing is written.
-        inputs: real inputs for the model; None if they are not needed or there are none.
-        training: the preset; None without one.
+    Without `output_dir` nothing is written. `inputs` are None if they are not needed or there are none, `training` is
+    None without a preset, and `base_model` is the name on the Hub of a source that was given in memory.
     """
 
     request: Request
@@ -84,6 +79,7 @@ class Conversion:
     output_dir: Path | None
     inputs: RealInputs | None = None
     training: Training | None = None
+    base_model: str | None = None
 
     @property
     def name(self) -> str:
@@ -109,7 +105,7 @@ def prepare(request: Request) -> Conversion:
         output_dir = check_output(arguments.output_dir, arguments.overwrite, local if local.is_dir() else None)
     source = open_source(arguments.model_name_or_path, arguments.allow_pickle)
     plan = _plan(request, source)
-    check_options(arguments, plan)
+    _check_calibration_file(arguments, plan)
     plan = with_listed(plan, source, arguments)
     _check_form(arguments, plan)
     _check_samples(arguments, plan)
@@ -249,7 +245,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
             dtype=arguments.dtype,
             command=published_words(conversion.request.options),
             card_metadata=source_metadata(conversion.source.root),
-            base_model_name=arguments.base_model,
+            base_model_name=conversion.base_model,
         )
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         write_recipe(folder, conversion.request, conversion.plan, conversion.training)
@@ -318,12 +314,8 @@ def needs_calibration(plan: Plan) -> bool:
     return bool(plan.layers) and any(MECHANISMS[entry["mechanism"]].needs_calibration(entry) for entry in entries)
 
 
-def check_options(arguments: ConversionArguments, plan: Plan) -> None:
-    """Refuse a `--calibration_file` that would have no effect.
-
-    Raises:
-        UsageError: if nothing reads it.
-    """
+def _check_calibration_file(arguments: ConversionArguments, plan: Plan) -> None:
+    """Refuse a `--calibration_file` that would have no effect."""
     is_read = needs_calibration(plan) or count_of(arguments.softmax_layers) is not None
     if arguments.calibration_file is not None and not is_read:
         has = "has" if len(mechanisms_of(plan.settings)) == 1 else "have"

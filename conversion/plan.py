@@ -44,17 +44,10 @@ NOT_CHOSEN = ("format_version", "rotary")
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One attention layer that becomes linear.
+    """One attention layer that becomes linear: the names of its module, classes and mechanism, and its sizes.
 
-    Args:
-        layer: its number.
-        module: its name in the model.
-        stock_class: its class before the conversion.
-        linear_class: its class after the conversion.
-        mechanism: the name of its mechanism.
-        num_heads: the number of its query heads.
-        state_bytes: the size of its state per sequence of any length; None for mechanisms without a state.
-        cache_bytes_per_token: the size per token that its keys and values had in the softmax model.
+    `state_bytes` is for a sequence of any length, None without a state; `cache_bytes_per_token` is what keys and values
+    of a token took in the softmax model.
     """
 
     layer: int
@@ -300,15 +293,11 @@ def _refuse_quantized(source: Source, config: PreTrainedConfig) -> None:
         )
 
 
-def _stock_name(module: nn.Module) -> str:
-    return cast(type, module.stock_class).__name__
-
-
 def _layer_plan(layer: int, name: str, module: nn.Module, dtype: torch.dtype) -> LayerPlan:
     mechanism = cast(AttentionMechanism, module.linear_attention)
     shape, kind = mechanism.shape, mechanism.settings["mechanism"]
     cache = 2 * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
-    names = _stock_name(module), type(module).__name__, kind
+    names = cast(type, module.stock_class).__name__, type(module).__name__, kind
     return LayerPlan(layer, name, *names, shape.num_heads, state_bytes(module, dtype), cache)
 
 

@@ -80,10 +80,7 @@ def check_training_options(arguments: ConversionArguments) -> None:
 def check_measuring(arguments: MeasuringArguments, task: str, folder: Path) -> None:
     """Check the options of what is measured against the model, before any work.
 
-    Args:
-        arguments: the options.
-        task: what the model is for.
-        folder: where the files of sentence-transformers are.
+    The files of sentence-transformers are in `folder`.
 
     Raises:
         UsageError: for options that have no effect for this task, or a file or a pooling that cannot be used.

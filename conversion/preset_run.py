@@ -132,9 +132,8 @@ def _train(conversion: Conversion, training: Training) -> None:
     arguments = conversion.request.arguments
 
     def run_and_tidy(recipe: Recipe, known: dict[str, float]) -> dict[str, float]:
-        if (
-            count_of(arguments.softmax_layers) is not None and recipe.output_dir == training.work / TRAINED
-        ):  # the last stage
+        is_last = recipe.output_dir == training.work / TRAINED
+        if is_last and count_of(arguments.softmax_layers) is not None:
             folder, teacher = Path(recipe.model.model_name_or_path), str(training.given["teacher_name_or_path"])
             choose_in(folder, conversion.plan, conversion.source, arguments, conversion.inputs, teacher)
             known = {}  # they were those of the model before the choice

@@ -59,11 +59,7 @@ from hf_linear_attention.training.data.processors import (
 )
 from hf_linear_attention.training.data.splits import load_data
 from hf_linear_attention.training.evaluation import retention
-from hf_linear_attention.training.evaluation.embeddings import (
-    compare_embeddings,
-    compare_pairs,
-    embed,
-)
+from hf_linear_attention.training.evaluation.embeddings import compare_embeddings, compare_pairs, embed
 from hf_linear_attention.training.evaluation.recall import RECALL, RecallProbe
 from hf_linear_attention.training.evaluation.retention import Settings, TokenFigures, separate_windows
 from hf_linear_attention.training.models import load_student, load_teacher
@@ -82,8 +78,6 @@ MEASURED_TASKS = ("causal_lm", "embedding")
 SINKS = (0, 4)
 # Shorter texts would lie in the window for the most part, and it would be softmax attention there.
 WINDOWS_OF_TEXT = 8
-# Texts on which recall is measured.
-RECALL_TEXTS = 8
 PAIRS = [("student", "window_alone"), ("student", "same_bytes"), ("student", "healed")]
 
 
@@ -471,7 +465,7 @@ def _positions(
 
 def _recall(teacher: PreTrainedModel, student: PreTrainedModel, text: HeldOutText) -> dict[str, float]:
     """The recall of both models inside the trained length; nothing where the text is too short for it."""
-    probe = RecallProbe(text.examples, text.max_length, RECALL_TEXTS, text.max_length, text.bos_token_id)
+    probe = RecallProbe(text.examples, text.max_length, text.max_length, text.bos_token_id)
     models = {"recall_teacher": teacher, "recall": student}
     return {
         name: found[RECALL]

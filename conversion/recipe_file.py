@@ -7,7 +7,6 @@ model and the preset. Consent (`--trust_remote_code`), the place of the result a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,11 @@ from hf_linear_attention import __version__
 from hf_linear_attention._common.command_line import PROGRAM
 from hf_linear_attention._common.options import OnResume
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS
-from hf_linear_attention.conversion.arguments import CONVERSION_FACTS, RECIPE, ConversionArguments, Request
+from hf_linear_attention.conversion.arguments import CONVERSION_FACTS, RECIPE, Request
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.preset_plan import Training
 
 
-# The options about these decide no weight.
-LEFT_OUT = ("measuring",)
 NOT_OF_A_RECIPE = ("output_dir", "no_verify", "state_bytes")
 
 
@@ -46,9 +43,7 @@ def write_recipe(folder: Path, request: Request, plan: Plan, training: Training 
 def recipe_options(request: Request, plan: Plan, training: Training | None) -> dict[str, Any]:
     """The options of `convert` that make the same weights."""
     values = {
-        entry.name: getattr(request.arguments, entry.name)
-        for entry in fields(ConversionArguments)
-        if _decides(entry.name) and getattr(request.arguments, entry.name) not in (None, False)
+        name: value for name, value in vars(request.arguments).items() if _decides(name) and value not in (None, False)
     }
     if training is not None and "max_train_tokens" in training.given:
         values["tokens"] = training.given["max_train_tokens"]
@@ -64,7 +59,7 @@ def recipe_options(request: Request, plan: Plan, training: Training | None) -> d
 
 def _decides(name: str) -> bool:
     fact = CONVERSION_FACTS[name]
-    return fact.on_resume is not OnResume.FREE and fact.group not in LEFT_OUT and name not in NOT_OF_A_RECIPE
+    return fact.on_resume is not OnResume.FREE and fact.group != "measuring" and name not in NOT_OF_A_RECIPE
 
 
 def _text(value: Any) -> Any:

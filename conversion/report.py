@@ -20,6 +20,9 @@ from hf_linear_attention.kernels.cpu import kernel_backend
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
+VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
 def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, **details: Any) -> dict[str, Any]:
     """The content of conversion_report.json. `figures` is the part that the model card shows."""
     counts = {kind: len(getattr(plan, kind)) for kind in ("mapped", "new", "dropped", "tied")}
@@ -27,21 +30,15 @@ def build_report(source: Source, plan: Plan, checks: Mapping[str, Any] | None, *
     calibrated = None  # if there is nothing to calibrate
     if (facts := details.get("calibration")) is not None:
         calibrated = f"{facts['tokens']:,} tokens ({facts['inputs']})" if facts["tokens"] else "nothing"
-    figures = {
-        **plan.figures,
-        "calibrated on": calibrated,
-        **{name.replace("_", " "): value for name, value in outputs.items() if name != "beyond"},
-    }
+    figures = {**plan.figures, "calibrated on": calibrated}
+    figures |= {name.replace("_", " "): value for name, value in outputs.items() if name != "beyond"}
     if (beyond := outputs.get("beyond")) is not None:
         where = f"tokens {beyond['first']:,} to {beyond['last']:,}"
-        figures |= {
-            f"{name.replace('_', ' ')}, {where}": value
-            for name, value in beyond.items()
-            if name not in ("first", "last")
-        }
+        measured = {name: value for name, value in beyond.items() if name not in ("first", "last")}
+        figures |= {f"{name.replace('_', ' ')}, {where}": value for name, value in measured.items()}
     return {
         "base_model": source.name,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": VERSIONS,
         **details,
         **plan.to_dict(),
         "tensor_counts": counts,
@@ -57,8 +54,7 @@ def published_words(options: Mapping[str, Any]) -> list[str]:
     words = []
     for name, value in options.items():
         text = option_text(value)
-        path = Path(text).expanduser()
-        shown = path.name if path.is_absolute() else text
+        shown = Path(text).name if Path(text).expanduser().is_absolute() else text
         words += [f"--{name}"] if value is True else [f"--{name}", shown]
     return words
 
@@ -99,7 +95,7 @@ def report_of(model: Any) -> dict[str, Any]:
     }
     return {
         "base_model": model.converted_from,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": VERSIONS,
         "model_type": model.config.model_type,
         "linear_class": type(model).__name__,
         "settings": model.config.linear_attention,

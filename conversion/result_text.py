@@ -85,7 +85,7 @@ def describe_checks(checks: Mapping[str, Any], has_layers: bool) -> list[str]:
     tensors, outputs = checks["tensors"], checks["student_against_teacher"]
     padding = outputs.get("padding_difference")
     unmoved = "" if padding is None else f"; padding moves the output by {padding:.1e}"
-    left = tensors.get("not_compared", 0)  # reports of an interrupted run of an earlier version lack it
+    left = tensors["not_compared"]
     others = f", {left} not compared (tied to others, or stored merged with them)" if left else ""
     cast = f" after the cast to {' and '.join(tensors['cast_to'])}" if tensors.get("cast_to") else ""
     longest, beyond = outputs.get("longest_sample"), outputs.get("beyond")

@@ -28,7 +28,6 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.model_card import REPORT
-from hf_linear_attention.configuration_linear_attention import entries_of
 from hf_linear_attention.conversion.arguments import ConversionArguments
 from hf_linear_attention.conversion.calibration_data import RealInputs
 from hf_linear_attention.conversion.plan import Plan, make_plan
@@ -69,7 +68,7 @@ def with_listed(plan: Plan, source: Source, arguments: ConversionArguments) -> P
     Raises:
         UsageError: if a list or K does not fit the model.
     """
-    check_softmax_layers(arguments, plan)
+    _check_ranking(arguments, plan)
     layers = arguments.softmax_layers
     if layers is None and plan.stock_form is not None and len(plan.layers) == plan.num_layers:
         layers = f"{EVERY}{USUAL_INTERVAL}"
@@ -77,16 +76,12 @@ def with_listed(plan: Plan, source: Source, arguments: ConversionArguments) -> P
             "one layer of %d keeps softmax, as `--softmax_layers every:%d` says", USUAL_INTERVAL, USUAL_INTERVAL
         )
     if layers is not None and count_of(layers) is None:
-        plan = plan_without(plan, source, arguments, listed_layers(layers, plan))
+        plan = plan_without(plan, source, arguments, _listed_layers(layers, plan))
     return plan
 
 
-def check_softmax_layers(arguments: ConversionArguments, plan: Plan) -> None:
-    """Check that the layers can be ranked, if `--softmax_layers` is `auto:K`.
-
-    Raises:
-        UsageError: naming every reason why they cannot.
-    """
+def _check_ranking(arguments: ConversionArguments, plan: Plan) -> None:
+    """Check that the layers can be ranked, if `--softmax_layers` is `auto:K`."""
     if (count := count_of(arguments.softmax_layers)) is None:
         return
     option, problems = f"`--softmax_layers {arguments.softmax_layers}`", []
@@ -103,12 +98,8 @@ def check_softmax_layers(arguments: ConversionArguments, plan: Plan) -> None:
         raise UsageError(*problems)
 
 
-def listed_layers(text: str, plan: Plan) -> list[int]:
-    """The layers that `text` names.
-
-    Raises:
-        UsageError: if it is not a list of layer numbers, or names a layer that is not to be converted.
-    """
+def _listed_layers(text: str, plan: Plan) -> list[int]:
+    """The layers that `text`, a list or `every:K`, names among those to convert."""
     converted = [layer.layer for layer in plan.layers]
     if (interval := count_of(text, EVERY)) is not None:
         found = [layer for layer in converted if interval and layer % interval == interval - 1]
@@ -133,26 +124,15 @@ def listed_layers(text: str, plan: Plan) -> list[int]:
 def plan_without(plan: Plan, source: Source, arguments: ConversionArguments, layers: list[int]) -> Plan:
     """The plan in which `layers` stay softmax."""
     left = [layer.layer for layer in plan.layers if layer.layer not in layers]
-    return _with_settings(_for_layers(plan.settings, left), source, arguments)
-
-
-def _with_settings(settings: Any, source: Source, arguments: ConversionArguments) -> Plan:
-    return make_plan(source, settings, arguments.trust_remote_code, arguments.dtype)
+    return make_plan(source, _for_layers(plan.settings, left), arguments.trust_remote_code, arguments.dtype)
 
 
 def _for_layers(settings: Any, layers: list[int]) -> Any:
     """The settings of a model of which only `layers` remain converted."""
-    entries = [
-        {
-            **entry,
-            "layers": [layer for layer in layers if isinstance(settings, Mapping) or layer in entry["layers"]],
-        }
-        for entry in entries_of(settings)
-    ]
-    left = [entry for entry in entries if entry["layers"]]
-    if not left or isinstance(settings, Mapping):
-        return {**entries[0], "layers": layers or "none"}
-    return left
+    if isinstance(settings, Mapping):
+        return {**settings, "layers": layers or "none"}
+    entries = [{**entry, "layers": [n for n in layers if n in entry["layers"]]} for entry in settings]
+    return [entry for entry in entries if entry["layers"]] or {**settings[0], "layers": "none"}
 
 
 def rank(
@@ -163,7 +143,7 @@ def rank(
 ) -> dict[str, Any]:
     """The choice for the report: `layers`, `ranking` (the largest gain first), `inputs` and `tokens`."""
     if inputs is None:
-        raise RuntimeError("`check_softmax_layers` should have refused a conversion without text to rank the layers on")
+        raise RuntimeError("`with_listed` should have refused a conversion without text to rank the layers on")
     logger.info("ranking the layers on %s", inputs.name)
     batches = inputs.batches(RANKING_TOKENS)
     models: list[Any] = [part for part in (model, teacher) if part is not None]

@@ -37,11 +37,6 @@ class TensorInfo:
     dtype: str
     file: Path
 
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return int(torch.Size(self.shape).numel())
-
 
 @dataclass(frozen=True)
 class Source:
@@ -192,6 +187,3 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(tensors, dict) or not all(isinstance(entry, torch.Tensor) for entry in tensors.values()):
         raise UsageError(f"{path} holds other things than tensors by name; save the model with `save_pretrained`")
     return tensors
-
-
-# ---- `--dtype`: weights in another dtype

@@ -323,19 +323,14 @@ def head_figures(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
     layers: dict[int, dict[str, Any]] = {}
 
     def look(seen: ObservedAttention) -> None:
-        errors, layer = _errors(seen), seen.module.linear_attention.shape.layer
+        mask = torch.ones(seen.softmax_output.shape[:2], dtype=torch.bool, device=seen.softmax_output.device)
+        errors, layer = relative_head_error(seen, mask).sqrt().mean(0), seen.module.linear_attention.shape.layer
         if torch.isfinite(errors).all():
             layers[layer] = {"layer": layer, "error": errors.tolist()}
 
     with contextlib.suppress(NotImplementedError), observe_attention(model, look):
         model(**{model.main_input_name: inputs.to(model.device)})
     return {"inputs": name, "layers": [layer for _, layer in sorted(layers.items())]} if layers else None
-
-
-def _errors(seen: ObservedAttention) -> torch.Tensor:
-    """`[H]`: the errors of the heads on inputs without padding, relative to the output of softmax attention."""
-    mask = torch.ones(seen.softmax_output.shape[:2], dtype=torch.bool, device=seen.softmax_output.device)
-    return relative_head_error(seen, mask).sqrt().mean(0)
 
 
 def one_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[torch.Tensor, str]:

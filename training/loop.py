@@ -35,7 +35,7 @@ from hf_linear_attention.training.evaluation.evaluator import Evaluator, Selecti
 from hf_linear_attention.training.evaluation.recall import RecallProbe
 from hf_linear_attention.training.losses.objectives import LOSS, Objective, StudentWithObjectives
 from hf_linear_attention.training.losses.teacher import Teacher
-from hf_linear_attention.training.models import freeze, parameter_groups
+from hf_linear_attention.training.models import parameter_groups
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tracking import MetricsFile
 
@@ -87,12 +87,7 @@ class RunContext:
     def _evaluator(self) -> Evaluator | EmbeddingEvaluator:
         recipe = self.recipe
         if recipe.task.logits is not None:
-            return Evaluator(
-                self.accelerator,
-                recipe.model.task,
-                self.teacher,
-                recipe.optimization.max_logits_mb,
-            )
+            return Evaluator(self.accelerator, recipe.model.task, self.teacher)
         if self.teacher is None:
             raise RuntimeError("an embedding model is compared with its teacher, but there is no teacher")
         return EmbeddingEvaluator(self.accelerator, self.teacher, recipe.pooling)
@@ -125,8 +120,6 @@ class TrainingLoop:
         """Make optimizer, schedule and losses, wrapped by accelerate."""
         context, recipe, accelerator = self.context, self.context.recipe, self.accelerator
         optimization, student = recipe.optimization, context.student
-        if recipe.model.freeze_pattern is not None:
-            freeze(student, recipe.model.freeze_pattern)
         # In one pass over each parameter; by default torch takes a dozen on a CPU.
         is_fused = accelerator.device.type == "cpu"
         optimizer = torch.optim.AdamW(parameter_groups(student, recipe), fused=is_fused or None)
@@ -134,7 +127,7 @@ class TrainingLoop:
         # The scheduler is not prepared, because accelerate would advance it once per process.
         self.scheduler = get_scheduler(optimization.lr_scheduler_type, optimizer, warmup, self.total_steps)
         layers = hidden_layers_of(recipe, self.objectives)
-        module = StudentWithObjectives(student, self.objectives, layers, optimization.max_logits_mb)
+        module = StudentWithObjectives(student, self.objectives, layers)
         if accelerator.scaler is not None:
             module.gradient_scale = accelerator.scaler.get_scale
         # The student needs no device placement, because it is on its device already.
@@ -199,12 +192,10 @@ class TrainingLoop:
         # DistributedDataParallel averages gradients over the processes, but the loss is a sum over them.
         scales = {name: self.accelerator.num_processes / counts[name].clamp(min=1) for name in self.objectives}
         losses: list[Tensor] = []
+        teacher = self.context.teacher if any(o.needs_teacher for _, o in self.objectives.values()) else None
         for number, batch in enumerate(window, 1):
-            last = number == len(window)
-            synchronization = nullcontext() if last else self.accelerator.no_sync(self.synchronized)
-            with synchronization:
-                teacher = self.context.teacher
-                targets = teacher(batch) if self._uses_teacher() and teacher else None
+            with nullcontext() if number == len(window) else self.accelerator.no_sync(self.synchronized):
+                targets = teacher(batch) if teacher else None
                 loss, figures = self.module(batch, targets, scales)
                 self.accelerator.backward(loss)
             losses.append(loss.detach())
@@ -216,9 +207,6 @@ class TrainingLoop:
         self.state.tokens += int(counts["tokens"])
         self.state.steps_in_sums += 1
         self.is_terminated = bool(counts["terminated"])
-
-    def _uses_teacher(self) -> bool:
-        return any(objective.needs_teacher for _, objective in self.objectives.values())
 
     def _global_counts(self, window: list[Batch]) -> dict[str, Tensor]:
         """Numbers of tokens, of units of every objective, and of processes that received SIGTERM, in the whole step."""
@@ -301,6 +289,7 @@ class TrainingLoop:
         means = {name: value / self.state.steps_in_sums for name, value in self.state.sums.items()}
         norm, loss = means.pop("grad_norm"), means.pop(LOSS)
         unit = self.context.recipe.unit
+        speed = f"{unit}_per_second"
         event = {
             "step": self.state.step,
             unit: self.state.tokens,
@@ -309,10 +298,9 @@ class TrainingLoop:
             "grad_norm": norm,
             "learning_rate": self.rates.get(False, self.rates.get(True)),
             **({"mechanism_learning_rate": self.rates[True]} if len(self.rates) > 1 else {}),
-            f"{unit}_per_second": (self.state.tokens - self.tokens_at_start) / (time.perf_counter() - self.started),
+            speed: (self.state.tokens - self.tokens_at_start) / (time.perf_counter() - self.started),
         }
         self.context.record(event)
-        speed = f"{unit}_per_second"
         progress.set_postfix({LOSS: f"{loss:.4g}", speed: f"{event[speed]:,.0f}"})
         self.state.sums, self.state.steps_in_sums = {}, 0
         self._restart_clock()
@@ -356,4 +344,4 @@ def hidden_layers_of(recipe: Recipe, objectives: Objectives) -> str | None:
     """Which hidden states the models must return: "last", "all" or None for none."""
     if not any(objective.needs_hidden_states for _, objective in objectives.values()):
         return None
-    return recipe.objective.hidden_state_layers
+    return "all" if recipe.task.inputs == "images" else "last"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -84,22 +83,6 @@ def parameter_groups(model: PreTrainedModel, recipe: Recipe) -> list[dict[str, A
     ]
 
 
-def freeze(model: nn.Module, pattern: str) -> None:
-    """Freeze the trainable parameters whose names contain a match of `pattern` (`--freeze_pattern`).
-
-    Raises:
-        SetupError: if no name or every name contains a match.
-    """
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    found = {name for name in names if re.search(pattern, name)}
-    if not found or len(found) == len(names):
-        counts = f"{len(found)} of the {len(names)} names of parameters, such as {', '.join(names[:3])}"
-        raise SetupError(f"`--freeze_pattern {pattern}` matches {counts}; it must match some of them, but not all")
-    for name in found:
-        model.get_parameter(name).requires_grad_(False)
-    logger.info("%d of %d parameters are frozen", len(found), len(names))
-
-
 def checkpoint_gradients(student: PreTrainedModel) -> None:
     """Have the activations of the layers recomputed in the backward pass (`--gradient_checkpointing`).
 
@@ -130,11 +113,7 @@ def add_adapters(model: PreTrainedModel, arguments: ModelArguments) -> None:
         targets = attention_projections(model)
     elif targets is not None and targets != "all-linear":
         targets = targets.split(",")
-    config = LoraConfig(
-        r=arguments.lora_r,
-        lora_alpha=arguments.lora_alpha,
-        target_modules=targets,
-    )
+    config = LoraConfig(r=arguments.lora_r, lora_alpha=arguments.lora_alpha, target_modules=targets)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     try:
         inject_adapter_in_model(config, model)
@@ -180,7 +159,7 @@ def auto_class_of(task: str) -> Any:
 
 
 def load_student(recipe: Recipe, path: str, classes: dict[str, int] | None) -> PreTrainedModel:
-    """The model to train, in float32, because small updates vanish in 16 bits (`--mixed_precision` casts for speed).
+    """The model to train, in float32, because small updates vanish in 16 bits (mixed precision casts for speed).
 
     Args:
         path: a folder or a name on the Hub.
@@ -276,7 +255,7 @@ def _must_agree(recipe: Recipe) -> dict[str, bool]:
         "vocab_size": bool(weights.logits_kl_weight) and logits != "inputs",
         "label2id": bool(weights.logits_kl_weight) and logits == "inputs",
         "hidden_size": hidden or logits is None,
-        "num_hidden_layers": bool(weights.hidden_state_weight) and weights.hidden_state_layers == "all",
+        "num_hidden_layers": bool(weights.hidden_state_weight) and recipe.task.inputs == "images",
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,14 +27,7 @@ from hf_linear_attention._common.options import (
     option,
 )
 from hf_linear_attention.training.data.pooling import Pooling, pooling_of
-from hf_linear_attention.training.tasks import (
-    CLASSIFICATION,
-    IMAGE_TASKS,
-    TASKS,
-    TEXT_TASKS,
-    Task,
-    unit_of,
-)
+from hf_linear_attention.training.tasks import CLASSIFICATION, IMAGE_TASKS, TASKS, TEXT_TASKS, Task, unit_of
 
 
 # A part of the name of every parameter of a mechanism: the child module that a conversion adds to a converted module.
@@ -63,7 +56,8 @@ class ObjectiveArguments:
     task_loss_weight: float | None = _loss_weight("Weight of the task's cross-entropy; default: 1 without a teacher.")
     logits_kl_weight: float | None = _loss_weight("Weight of KL(teacher || student) of the logits.", needs=TEACHER)
     hidden_state_weight: float | None = _loss_weight(
-        "Weight of the relative squared error of the hidden states.", needs=TEACHER
+        "Weight of the relative squared error of the last hidden states, or of those of every layer for images.",
+        needs=TEACHER,
     )
     attention_transfer_weight: float = _loss_weight(
         "Weight of the relative squared error of every converted layer's output, computed on the softmax model's "
@@ -84,9 +78,6 @@ class ObjectiveArguments:
         needs=TEACHER,
         tasks=(*TEXT_TASKS, "image_embedding"),
     )
-    hidden_state_layers: Literal["last", "all"] = warned(
-        "Layers whose hidden states are compared.", "last", needs=("hidden_state_weight",)
-    )
     temperature: float = warned(
         "Temperature of both distributions in logits_kl_weight, whose value is multiplied by the temperature squared.",
         1.0,
@@ -97,25 +88,6 @@ class ObjectiveArguments:
 
 EVALUATION_DATA = ("validation_file", "dataset_name")
 PADDED = tuple(name for name in TEXT_TASKS if name != "causal_lm")  # the blocks of causal_lm have one length
-
-
-@dataclass
-class TaskArguments:
-    """How the rows of some tasks become examples, and what their evaluations measure."""
-
-    recall_texts: int = free(
-        "Texts with a copy further back on which evaluations measure recall (docs/healing.md); 0: none.",
-        8,
-        bounds=Bounds(least=0, below=2**20),
-        tasks=("causal_lm",),
-        for_evaluation=True,
-    )
-    group_by_length: bool = option(
-        "Train on texts of similar length in each optimizer step, so that little is computed on padding; the order of "
-        "the examples is another one.",
-        False,
-        tasks=PADDED,
-    )
 
 
 def _where_embeddings_are_compared(values: Mapping[str, Any]) -> OnResume:
@@ -142,9 +114,6 @@ class ModelArguments:
         is_path=True,
         on_resume=_where_embeddings_are_compared,
     )
-    tokenizer_name: str | None = shared(
-        "Tokenizer, if it is not the model's own.", None, tasks=TEXT_TASKS, is_path=True
-    )
     trust_remote_code: bool = free("Run the Python code in the model folders.", False, for_evaluation=True)
     allow_missing: bool = free(
         "Train although the checkpoint lacks weights, which are then random, or has layers that its config.json lacks.",
@@ -169,9 +138,6 @@ class ModelArguments:
         None,
         needs=("use_peft",),
     )
-    freeze_pattern: str | None = option(
-        "Freeze every parameter whose name contains a match of this regular expression.", None
-    )
 
 
 @dataclass
@@ -191,15 +157,14 @@ class DataArguments:
     dataset_name: str | None = option(
         "Data set instead of files: a name or folder (also of images) for datasets.load_dataset.", None, is_path=True
     )
-    join_documents: bool = option(
-        "Let documents that are packed into one block attend to each other (causal_lm); by default they do not.",
+    group_by_length: bool = option(
+        "Train on texts of similar length in each optimizer step, so that little is computed on padding; the order of "
+        "the examples is another one.",
         False,
-        tasks=("causal_lm",),
+        tasks=PADDED,
     )
     text_column_name: str = shared(
-        "Column with the text; default: text (seq2seq_lm: source).",
-        "text",
-        tasks=TEXT_TASKS,
+        "Column with the text; default: text (seq2seq_lm: source).", "text", tasks=TEXT_TASKS
     )
     image_column_name: str = shared(
         "Column with the image itself or its path, relative to the folder of the data file.", "image", tasks=IMAGE_TASKS
@@ -212,9 +177,7 @@ class DataArguments:
         tasks=("sequence_classification", "embedding", "seq2seq_lm"),
     )
     label_column_name: str = shared(
-        "Column with the class, or the score of a pair.",
-        "label",
-        tasks=(*CLASSIFICATION, "embedding"),
+        "Column with the class, or the score of a pair.", "label", tasks=(*CLASSIFICATION, "embedding")
     )
     max_length: int | None = shared(
         "Tokens in a sequence or block; default: 512, or fewer if the model accepts fewer.",
@@ -244,12 +207,6 @@ class OptimizationArguments:
         8,
         bounds=SIZE,
         needs=EVALUATION_DATA,
-        for_evaluation=True,
-    )
-    max_logits_mb: int = free(
-        "Megabytes of logits that are alive together at most, of both models, in training and evaluation.",
-        256,
-        bounds=SIZE,
         for_evaluation=True,
     )
     gradient_accumulation_steps: int = warned("Forward passes per optimizer step.", 1, bounds=SIZE)
@@ -305,12 +262,8 @@ class RunArguments:
         "Checkpoint to resume from: `latest` or the path of a checkpoint-<step> folder.", None, is_per_stage=True
     )
     seed: int = shared("Seed of data order, masks, dropout and new heads.", 42, bounds=SEED)
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = shared(
-        "Mixed precision; default: that of `accelerate launch`.", None
-    )
     dtype: Literal["float32", "bfloat16", "float16"] | None = free(
-        "Dtype of the weights written at the end; default: that of the checkpoint. Until then they are float32.",
-        None,
+        "Dtype of the weights written at the end; default: that of the checkpoint. Until then they are float32.", None
     )
     logging_steps: int = free("Optimizer steps between lines in metrics.jsonl.", 10, bounds=COUNT)
     eval_steps: int | None = free(
@@ -334,7 +287,7 @@ class RunArguments:
     report_to: str | None = free("Trackers of accelerate, such as tensorboard,trackio.", None)
 
 
-GROUPS = (ModelArguments, DataArguments, ObjectiveArguments, OptimizationArguments, RunArguments, TaskArguments)
+GROUPS = (ModelArguments, DataArguments, ObjectiveArguments, OptimizationArguments, RunArguments)
 FACTS = facts_of(*GROUPS)
 
 # Options that there are no more, and what to do instead.
@@ -355,6 +308,13 @@ REMOVED: dict[str, str] = {
     "matryoshka_dims": "leave it out: whole embeddings are trained",
     "cache_teacher": "leave it out: the teacher runs on every batch",
     "restore_projections": "leave it out: a finetuned model keeps its own projections",
+    "tokenizer_name": "save that tokenizer into the model's folder (`save_pretrained`)",
+    "freeze_pattern": "freeze parameters with `requires_grad_(False)`, and train with `Trainer` of transformers",
+    "join_documents": "leave it out: packed documents are one text; `packing` of TRL's `SFTTrainer` keeps them apart",
+    "max_logits_mb": "leave it out: logits take 256 MB at most",
+    "mixed_precision": "give it to `accelerate launch` (docs/scale.md)",
+    "recall_texts": "leave it out: recall is measured on 8 texts",
+    "hidden_state_layers": "leave it out: the last hidden states are compared, of images those of every layer",
 }
 
 
@@ -370,7 +330,6 @@ class Recipe:
     objective: ObjectiveArguments
     optimization: OptimizationArguments
     run: RunArguments
-    task_options: TaskArguments = field(default_factory=TaskArguments)
     given: frozenset[str] = frozenset()
 
     @property
@@ -413,7 +372,7 @@ class Recipe:
 
     def flat(self) -> dict[str, Any]:
         """All options in one dictionary, without their groups."""
-        groups = (self.model, self.data, self.objective, self.optimization, self.run, self.task_options)
+        groups = (self.model, self.data, self.objective, self.optimization, self.run)
         return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
 
     def facts(self) -> dict[str, Any]:

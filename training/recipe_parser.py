@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,21 +32,8 @@ from hf_linear_attention.training.data.file_checks import (
     option_problems,
     wanted_columns,
 )
-from hf_linear_attention.training.presets import (
-    Preset,
-    Stage,
-    load_preset,
-    preset_names,
-    stage_runs,
-)
-from hf_linear_attention.training.recipe import (
-    FACTS,
-    GROUPS,
-    REMOVED,
-    TEACHER_WEIGHTS,
-    TRANSFER,
-    Recipe,
-)
+from hf_linear_attention.training.presets import Preset, Stage, load_preset, preset_names, stage_runs
+from hf_linear_attention.training.recipe import FACTS, GROUPS, REMOVED, TEACHER_WEIGHTS, TRANSFER, Recipe
 from hf_linear_attention.training.tracking import tracker_problems
 
 
@@ -85,7 +71,6 @@ def find_problems(recipe: Recipe) -> list[str]:
         _adapters,
         _schedule,
         _folder,
-        _pattern,
         tracker_problems,
         _modes,
     )
@@ -101,8 +86,7 @@ def find_problems(recipe: Recipe) -> list[str]:
 def _checkpoints(recipe: Recipe) -> Iterator[str]:
     """Check the files of the models before anything is written. The stages of a preset write some of them later."""
     model = recipe.model
-    names = (model.model_name_or_path, model.teacher_name_or_path, model.tokenizer_name)
-    for path in dict.fromkeys(names):
+    for path in (model.model_name_or_path, model.teacher_name_or_path):
         if path is not None and os.path.isdir(path):
             try:
                 check_checkpoint(Path(path))
@@ -227,15 +211,6 @@ def _folder(recipe: Recipe) -> Iterator[str]:
             f"`--output_dir {path}` is not empty; give another folder, `--resume_from_checkpoint latest`, or "
             "`--overwrite_output_dir`"
         )
-
-
-def _pattern(recipe: Recipe) -> Iterator[str]:
-    """Check the regular expression."""
-    pattern = recipe.model.freeze_pattern
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        yield f"`--freeze_pattern {pattern}` is not a regular expression ({error}); correct it"
 
 
 def _modes(recipe: Recipe) -> Iterator[str]:

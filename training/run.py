@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -10,12 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list, set_seed
-from torch import nn
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.errors import SetupError, TrainingError
@@ -31,32 +28,16 @@ from hf_linear_attention.training.checkpoints import (
     save_final,
     whole_weights,
 )
-from hf_linear_attention.training.data.batches import (
-    TrainInputs,
-    pad,
-    sequences_per_step,
-    stream_of,
-    with_enough_steps,
-)
-from hf_linear_attention.training.data.packing import Examples, PackedBlocks
-from hf_linear_attention.training.data.processors import (
-    load_processor,
-    pad_token_id,
-    sequence_length,
-)
+from hf_linear_attention.training.data.batches import TrainInputs, sequences_per_step, stream_of, with_enough_steps
+from hf_linear_attention.training.data.packing import Examples
+from hf_linear_attention.training.data.processors import load_processor, pad_token_id, sequence_length
 from hf_linear_attention.training.data.splits import load_data
 from hf_linear_attention.training.distributed import load_whole, start_processes
 from hf_linear_attention.training.evaluation.recall import RecallProbe
 from hf_linear_attention.training.loop import RunContext, TrainingLoop, hidden_layers_of
 from hf_linear_attention.training.losses.objectives import Objective, build_objectives
-from hf_linear_attention.training.losses.outputs import run_model
 from hf_linear_attention.training.losses.teacher import Teacher
-from hf_linear_attention.training.models import (
-    checkpoint_gradients,
-    disable_dropout,
-    load_student,
-    load_teacher,
-)
+from hf_linear_attention.training.models import checkpoint_gradients, disable_dropout, load_student, load_teacher
 from hf_linear_attention.training.presets import Preset, fit_to, model_without_weights, stage_runs
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import make_recipe
@@ -154,10 +135,7 @@ def _checkpoint(output_dir: Path, wanted: str | None) -> Path | TrainingError | 
 
 
 def _teacher(
-    recipe: Recipe,
-    accelerator: Accelerator,
-    student: PreTrainedModel,
-    objectives: dict[str, tuple[float, Objective]],
+    recipe: Recipe, accelerator: Accelerator, student: PreTrainedModel, objectives: dict[str, tuple[float, Objective]]
 ) -> Teacher | None:
     if recipe.model.teacher_name_or_path is None:
         return None
@@ -169,10 +147,7 @@ def _teacher(
 
 
 def _train(
-    context: RunContext,
-    examples: Examples,
-    objectives: dict[str, tuple[float, Objective]],
-    checkpoint: Path | None,
+    context: RunContext, examples: Examples, objectives: dict[str, tuple[float, Objective]], checkpoint: Path | None
 ) -> tuple[TrainingState, dict[str, float]]:
     recipe, accelerator = context.recipe, context.accelerator
     inputs = _train_inputs(context, examples)
@@ -205,55 +180,18 @@ def _save(context: RunContext, state: TrainingState, figures: dict[str, float]) 
 
 def recall_probe(recipe: Recipe, processor: Any, config: Any, examples: Examples | None) -> RecallProbe | None:
     """What measures recall on the first of these examples, if the model is a causal language model."""
-    if recipe.model.task != "causal_lm" or not recipe.task_options.recall_texts or examples is None:
+    if recipe.model.task != "causal_lm" or examples is None:
         return None
     length, bos = sequence_length(recipe, processor, config), getattr(processor, "bos_token_id", None)
-    options, limit = recipe.task_options, recipe.optimization.max_logits_mb
-    return RecallProbe(examples, length, options.recall_texts, max_length_of(config), bos, limit)
+    return RecallProbe(examples, length, max_length_of(config), bos)
 
 
 def _train_inputs(context: RunContext, examples: Examples) -> TrainInputs:
     recipe, processor = context.recipe, context.processor
-    if isinstance(examples, PackedBlocks) and not recipe.data.join_documents and not _can_pack(context):
-        examples = examples.unpacked()
     recipe = with_enough_steps(recipe, examples.lengths, context.accelerator.num_processes)
-    together = sequences_per_step(recipe, context.accelerator) if recipe.task_options.group_by_length else None
+    together = sequences_per_step(recipe, context.accelerator) if recipe.data.group_by_length else None
     source = stream_of(examples, recipe, processor, shuffle=True, step_size=together)
     return TrainInputs(source, recipe, context.accelerator, context.pad_token_id)
-
-
-def _can_pack(context: RunContext) -> bool:
-    """Whether student and teacher keep packed documents apart; some objectives compare one document at a time."""
-    if context.recipe.objective.far_share_weight:
-        return False
-    for model in (context.student, *([context.teacher.model] if context.teacher else [])):
-        if not keeps_documents_apart(model):
-            logger.info("%s would mix packed documents, so each is trained on separately", type(model).__name__)
-            return False
-    return True
-
-
-@torch.no_grad()
-def keeps_documents_apart(model: nn.Module) -> bool:
-    """Whether the second of two packed documents gets the logits that it gets alone, up to the rounding of float16.
-
-    transformers recognises packed documents by `position_ids` that restart, in models that accept them and pass them on
-    to the mask; every mechanism of this package then attends within each document.
-    """
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return False
-    first, second = np.arange(1, 7), np.arange(7, 12)
-    was_training = model.training
-    model.eval()
-    logits = []
-    for documents in ([first, second], [second]):
-        batch = pad([{**PackedBlocks(documents, 16)[0], "index": 0}], 0)
-        device = next(model.parameters()).device
-        outputs = run_model(model, {name: value.to(device) for name, value in batch.items()}, None)
-        logits.append(outputs.logits[0, -len(second) :].float())
-    model.train(was_training)
-    scale = logits[1].abs().max().clamp(min=1e-6)
-    return bool((logits[0] - logits[1]).abs().max() < 1e-3 * scale)
 
 
 def _load_best(context: RunContext, state: TrainingState) -> dict[str, float]:
@@ -317,7 +255,7 @@ def _evaluates_alike(before: Recipe, recipe: Recipe) -> bool:
         compares = stage.task.compares or stage.task.logits is None
         teacher = stage.model.teacher_name_or_path if compares else None
         size = stage.optimization.per_device_eval_batch_size
-        return stage.data, stage.task_options, stage.run.mixed_precision, size, teacher
+        return stage.data, size, teacher
 
     return evaluation(before) == evaluation(recipe) and not before.model.use_peft  # saving merges adapters
 

@@ -57,12 +57,7 @@ TASKS: dict[str, Task] = {
     "image_classification": Task("AutoModelForImageClassification", "images", "inputs", CLASSES),
     "image_embedding": Task("AutoModel", "images", None, EMBEDDINGS),
     "seq2seq_lm": Task(
-        "AutoModelForSeq2SeqLM",
-        "text",
-        "targets",
-        LANGUAGE,
-        text_column="source",
-        pair_column="target",
+        "AutoModelForSeq2SeqLM", "text", "targets", LANGUAGE, text_column="source", pair_column="target"
     ),
 }
 TEXT_TASKS = tuple(name for name, task in TASKS.items() if task.inputs == "text")

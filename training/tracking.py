@@ -25,13 +25,8 @@ class MetricsFile:
     def __init__(self, output_dir: Path, is_main_process: bool, resumed_step: int | None) -> None:
         self.path = output_dir / METRICS if is_main_process else None
         if self.path is not None and resumed_step is not None and self.path.is_file():
-            self._forget_after(resumed_step)
-
-    def _forget_after(self, step: int) -> None:
-        """Remove the lines of the steps that a resumed run will repeat."""
-        if self.path is not None:
-            events = read_metrics(self.path)
-            kept = [json.dumps(event) for event in events if event["step"] <= step]
+            # The lines of the steps that the run will repeat go.
+            kept = [json.dumps(event) for event in read_metrics(self.path) if event["step"] <= resumed_step]
             beside = self.path.with_suffix(".new")  # a run that is killed here must not lose the old lines
             beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
             beside.replace(self.path)

@@ -34,15 +34,7 @@ OPSETS = ("microsoft", "plain")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to write.
-
-    Args:
-        folder: the converted model.
-        target: one of `TARGETS`.
-        output_dir: the folder to write.
-        opset: the operators of an ONNX graph, one of `OPSETS`.
-        overwrite: whether an existing `output_dir` is replaced.
-    """
+    """What to write of the converted model in `folder`: one of `TARGETS`, an ONNX graph with one of `OPSETS`."""
 
     folder: Path
     target: str

@@ -70,23 +70,18 @@ def write(request: ExportRequest) -> str:
                 shutil.copyfile(request.folder / name, folder / name)
         found = write_stock(request.folder, folder)
         with not_essential("the model card"):
-            write_card(request, folder, found)
+            facts = {
+                "base_model": request.folder.name,
+                "settings": AutoConfig.from_pretrained(request.folder).linear_attention,
+                **training_facts(training_history(str(request.folder))),
+                "stock": found,
+            }
+            write_model_card(folder, facts, name=request.output_dir.name)
     return (
         f"{request.output_dir} is a {found['architecture']}, which needs no code of this package. Its logits, of "
         f"{TOKENS} tokens at once and of a greedy text of {NEW_TOKENS}, differ by at most {found['difference']:.1e} of "
         "their standard deviation."
     )
-
-
-def write_card(request: ExportRequest, folder: Path, found: Mapping[str, Any]) -> None:
-    """Write the README.md of the stock checkpoint in `folder`, with what is known of the converted model."""
-    facts = {
-        "base_model": request.folder.name,
-        "settings": AutoConfig.from_pretrained(request.folder).linear_attention,
-        **training_facts(training_history(str(request.folder))),
-        "stock": found,
-    }
-    write_model_card(folder, facts, name=request.output_dir.name)
 
 
 def finish_stock(folder: Path) -> dict[str, Any]:

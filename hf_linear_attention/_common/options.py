@@ -138,7 +138,7 @@ def out_of_bounds(facts: Mapping[str, Facts], values: Mapping[str, Any]) -> Iter
             yield f"`--{name} {value}`: it must be {fact.bounds}"
 
 
-PATH_NAMES = ("folder", "_path", "_file", "_dir", "_folder", "dataset_name", "tokenizer_name", "_checkpoint")
+PATH_NAMES = ("folder", "_path", "_file", "_dir", "_folder", "dataset_name", "_checkpoint")
 
 
 def unusable_texts(values: Mapping[str, Any]) -> Iterator[str]:

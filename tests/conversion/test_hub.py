@@ -87,7 +87,7 @@ def hub(monkeypatch):
 
 def test_the_folder_is_one_commit_without_paths_of_this_machine(llama, tmp_path, hub):
     hub.there += ["notes.md", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
-    words = ("--attention", "linear", "--no_verify", "--push_to_hub", "user/model", "--base_model", "someone/llama")
+    words = ("--attention", "linear", "--no_verify", "--push_to_hub", "user/model")
     code, out, err = run("--model_name_or_path", llama, "--output_dir", tmp_path / "out", *words)
     assert code == 0, err
     assert out.rstrip().endswith(f"Pushed to {constants.ENDPOINT}/user/model")
@@ -101,7 +101,6 @@ def test_the_folder_is_one_commit_without_paths_of_this_machine(llama, tmp_path,
     assert yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())["model_name_or_path"] == str(llama)
     assert sorted(hub.deleted) == ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]  # stale weights
     card = hub.committed["README.md"].decode()
-    assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "someone/llama"
     assert 'from_pretrained("user/model", trust_remote_code=True)' in card
 
 

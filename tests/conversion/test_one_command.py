@@ -265,8 +265,8 @@ def test_pairs_that_cannot_be_used_are_refused_before_training(words, llama, ber
 def test_a_dry_run_prints_the_stages(words, tmp_path):
     code, text, err = run(*words, *HEALED, "--output_dir", tmp_path / "out", "--dry_run")
     assert code == 0, err
-    assert "stage 1 of 2  transfer: 1,000 tokens; join_documents=True, attention_transfer_weight=1.0" in text
-    assert "stage 2 of 2  distil: 1,000 tokens; join_documents=True, logits_kl_weight=1.0" in text
+    assert "stage 1 of 2  transfer: 1,000 tokens; attention_transfer_weight=1.0" in text
+    assert "stage 2 of 2  distil: 1,000 tokens; logits_kl_weight=1.0" in text
     assert "control     a window of the same bytes, trained on 2,000 tokens too" in text
     assert not list(tmp_path.iterdir())
     assert run(*words, "--dry_run")[0] == 0

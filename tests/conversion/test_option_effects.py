@@ -29,7 +29,7 @@ FIELDS = {field.name: field for field in fields(ConversionArguments)}
 TYPES = get_type_hints(ConversionArguments)
 Options = dict[str, Any]
 RANDOM = {"attention": "performer", "num_features": 8}
-FIGURES = ("checks", "calibration", "quality", "base_model_name")
+FIGURES = ("checks", "calibration", "quality")
 # A dry run shows their effect.
 PRINTED = (
     "attention", "layers", "softmax_layers", "drop", "cross_attention", "state_bytes",
@@ -90,7 +90,6 @@ def second(folder: Path) -> Options:
         "max_eval_length": 40,
         "controls": "none",
         "checkpointing_steps": 7,
-        "base_model": "someone/model",
         "push_to_hub": "someone/model",  # these tests are offline, and that is said before the work
     }
 

@@ -105,8 +105,8 @@ def test_every_section_is_there_in_order_and_left_out_without_data():
     assert [text for text in shown.texts if text in TITLES] == TITLES
     for said in (
         "in 2 of 2 layers", "trained on 2,000 tokens", "The original reads 512 tokens", "position_bias",
-        "dropped.weight", "--train_file a.jsonl", "recall of copied text 0.29", "1,024 3.00 -", "139 kB", "271 tokens",
-        "torch 2.13.0",
+        "dropped.weight", "--train_file a.jsonl", "recall of copied text 0.29", "1,024 3.00 -", "139,000 bytes",
+        "271 tokens", "torch 2.13.0",
     ):  # fmt: skip
         assert said in shown.text, said
     for name, missing in (("quality", {TITLES[0], "Speed"}), ("command", {TITLES[-1]})):

@@ -309,9 +309,8 @@ CHECKPOINT = [
       for by in ("convert", "train:llama")),
     *(Case("convert --trust_remote_code", "config.json", foreign_code(place, is_run=True), ("SOURCE",))
       for place in ("configuration.Evil", "nobody/evil--configuration.Config", "../../evil.Config")),
-    Case("train:llama", "tokenizer.json", no_tokenizer, ("SOURCE", "--tokenizer_name")),
+    Case("train:llama", "tokenizer.json", no_tokenizer, ("SOURCE", "tokenizer.json")),
     Case("train:llama", "tokenizer.json", larger_vocabulary, ("SOURCE", "104", "64")),
-    Case("tokenizer", "tokenizer.json", larger_vocabulary, ("SOURCE", "104", "64")),
     *rows("train:linear_llama", "training_report.json", [b"[]", b'{"runs": [{}]}']),
     Case("train:linear_llama", "conversion_report.json", b'{"base_model": "x", "figures": []}'),
     Case("evaluate", "conversion_report.json", b'{"base_model": 3}'),
@@ -397,7 +396,6 @@ TRAINING: dict[str, list[Any]] = {
     "per_device_train_batch_size": ["0", 10**15],
     "max_length": ["1", 10**15],
     "seed": ["-1", 2**32],
-    "freeze_pattern": ["[", "nothing"],
     "resume_from_checkpoint": ["nowhere", "/etc"],
     "overwrite_output_dir": ["perhaps"],
     "text_column_name": ["nosuch", "a" * 2000],
@@ -421,7 +419,6 @@ OPTIONS = [
     *(Case("finetune", "model_name_or_path", name, (name[:40],))
       for name in ("./nowhere", "nobody/nothing", "two words", "a" * 300, "")),
     *rows("finetune", "teacher_name_or_path", ["/nowhere/model"], "/nowhere/model"),
-    *rows("finetune", "tokenizer_name", ["/nowhere/model"], "/nowhere/model"),
     *(Case("conversion", name, value) for name, values in CONVERSION.items() for value in values),
     *rows("conversion", "attention", [
         "nosuch", "0-99999999999:linear", "0-:nosuch", ":linear", "linear,linear", "0:linear,0:hybrid",
@@ -472,7 +469,6 @@ def commands(request, files, tmp_path) -> dict[str, Callable[[Path], Any]]:
         "convert --trust_remote_code": lambda path: converting(path.parent, "--trust_remote_code"),
         "train": lambda path: train(path.parent, files, out),
         "teacher": lambda path: train(of("linear_llama"), files, out, teacher_name_or_path=path.parent),
-        "tokenizer": lambda path: train(of("llama"), files, out, tokenizer_name=path.parent),
         "evaluate": lambda path: command("evaluate", "--model_name_or_path", path.parent, "--validation_file", good),
         "serve": lambda path: command("serve", path.parent),
         "train_file": lambda path: train(of("linear_llama"), files, out, train_file=path),
@@ -493,7 +489,7 @@ def commands(request, files, tmp_path) -> dict[str, Callable[[Path], Any]]:
 
 
 # The damaged model of a command that reads one; the others read a file.
-OF_MODELS = {"convert": "llama", "teacher": "llama", "tokenizer": "llama", "evaluate": "linear_llama",
+OF_MODELS = {"convert": "llama", "teacher": "llama", "evaluate": "linear_llama",
              "serve": "linear_llama"}  # fmt: skip
 
 

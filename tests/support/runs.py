@@ -1,4 +1,4 @@
-"""What runs read and write: lines of JSON, and the weights that they change."""
+"""What runs read and write: lines of JSON, losses, and the weights that they change."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     """Write a .jsonl."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def losses(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events of metrics.jsonl with a loss, without their speed."""
+    return [{k: v for k, v in event.items() if k != "tokens_per_second"} for event in events if "loss" in event]
 
 
 def changed(before: str | Path, after: str | Path) -> set[str]:

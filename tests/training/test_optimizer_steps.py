@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import losses
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import SequentialSampler
@@ -45,7 +46,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 @pytest.fixture
 def options(llama: str, files: Path) -> list[Any]:
     data = ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_steps", STEPS]
-    rate = ["--learning_rate", PEAK, "--logging_steps", 1, "--recall_texts", 0]
+    rate = ["--learning_rate", PEAK, "--logging_steps", 1]
     return ["--model_name_or_path", llama, "--task", "causal_lm", *data, *rate]
 
 
@@ -72,7 +73,7 @@ def test_the_rates_rise_over_the_warm_up(
 ) -> None:
     """The rate of every step, as the optimizer has it and as it is logged; that of the mechanisms goes with it."""
     student = ["--model_name_or_path", converted(llama, mechanism="linear"), "--mechanism_learning_rate", 10 * PEAK]
-    events = finetune(*options, *schedule, *student)
+    events = losses(finetune(*options, *schedule, *student))
     for name, peak in (("learning_rate", PEAK), ("mechanism_learning_rate", 10 * PEAK)):
         assert [event[name] for event in events] == pytest.approx([peak * share for share in expected])
     for (groups, _), share in zip(steps, expected, strict=True):
@@ -83,7 +84,7 @@ def test_the_rates_rise_over_the_warm_up(
 def test_gradients_are_clipped_to_the_norm(limit: float, finetune, options: list[Any], steps: Steps) -> None:
     """To the limit and not below, all by one factor; the norm that is logged is the one before. 0 is no limit."""
     plain = ["--max_train_steps", 1, "--gradient_accumulation_steps", 2]
-    (event,) = finetune(*options, *plain, "--max_grad_norm", limit)
+    (event,) = losses(finetune(*options, *plain, "--max_grad_norm", limit))
     (clipped,) = (gradient for _, gradient in steps)
     steps.clear()
     finetune(*options, *plain, "--max_grad_norm", 1e9, "--overwrite_output_dir")
@@ -115,7 +116,7 @@ def test_the_stock_trainer_reaches_the_same_loss(
     words = ["--model_name_or_path", source, "--task", "causal_lm", "--train_file", files / "train.jsonl"]
     words += ["--max_length", 32, "--learning_rate", "1e-3", "--max_train_steps", STEPS, "--logging_steps", 1]
     words += ["--per_device_train_batch_size", BATCH, "--gradient_accumulation_steps", ACCUMULATION]
-    events = finetune(*words, "--recall_texts", 0, output_dir=tmp_path / "ours")
+    events = losses(finetune(*words, output_dir=tmp_path / "ours"))
 
     recipe = parse_options([*map(str, words), "--output_dir", str(tmp_path / "unused")])
     stream = stream_of(load_data(recipe, tokenizer).train, recipe, tokenizer, shuffle=True)
@@ -132,13 +133,11 @@ def test_the_stock_trainer_reaches_the_same_loss(
         disable_tqdm=True,
         remove_unused_columns=False,
     )
-    # without a mask, transformers sees the packed documents by their positions; a full block needs none
-    names = ("input_ids", "labels", "position_ids")
     trainer = InOrder(
         model=AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32),
         args=settings,
         train_dataset=[stream[position] for position in range(STEPS * BATCH * ACCUMULATION)],
-        data_collator=lambda rows: {name: value for name, value in pad(rows, 0).items() if name in names},
+        data_collator=lambda rows: {name: pad(rows, 0)[name] for name in ("input_ids", "labels")},
     )
     trainer.train()
     theirs = [event["loss"] for event in trainer.state.log_history if "loss" in event]

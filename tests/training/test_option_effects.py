@@ -22,11 +22,9 @@ from accelerate.state import AcceleratorState
 from runs import write_lines
 from task_twins import TWINS
 from torch import nn
-from transformers import AutoTokenizer
 
 from hf_linear_attention.training.evaluation.evaluator import Selection
 from hf_linear_attention.training.finetune import main
-from hf_linear_attention.training.losses import output_layer
 from hf_linear_attention.training.recipe import FACTS, GROUPS
 
 
@@ -85,9 +83,6 @@ def cases(
 ) -> dict[str, dict[str, Options]]:  # fmt: skip
     """`base`: of every run. `task`: what a task changes. `second`: values that no metadata tell. `beside`: where an
     option has an effect."""
-    other = AutoTokenizer.from_pretrained(llama_teacher)
-    other.bos_token = "<mask>"  # a token that the models have embeddings for
-    other.save_pretrained(folder / "tokenizer")
     images = {"train_file": pictures / "train.jsonl"}
     return {
         "base": {
@@ -126,11 +121,8 @@ def cases(
             "model_name_or_path": llama_teacher,
             "task": "sequence_classification",
             "teacher_name_or_path": llama_teacher,
-            "tokenizer_name": folder / "tokenizer",
             "trainable": "mechanism",
             "lora_target_modules": "q_proj",
-            "freeze_pattern": "embed",
-            "recall_texts": 1,
             "train_file": folder / "valid.jsonl",
             "validation_file": folder / "train.jsonl",
             "dataset_name": folder / "data",
@@ -141,7 +133,6 @@ def cases(
             "max_eval_tokens": 40,
             "max_grad_norm": 0.01,
             "per_device_eval_batch_size": 3,
-            "max_logits_mb": 1,
             "num_train_epochs": 0.01,
             "max_train_tokens": 20,
             "output_dir": "elsewhere",
@@ -206,9 +197,6 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Opti
         shapes = tuple(tuple(value.shape) for value in inputs if isinstance(value, torch.Tensor))
         calls[type(module).__name__, module.training, shapes] += 1
 
-    def count_parts(parts: tuple[torch.Tensor, ...]) -> None:
-        calls["chunks of logits", len(parts)] += 1
-
     def run(options: Options) -> dict[str, Any]:
         key = json.dumps(options, default=str, sort_keys=True)
         if key not in seen:
@@ -226,8 +214,6 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Opti
         with pytest.MonkeyPatch.context() as patch:
             note = Selection.note
             patch.setattr(Selection, "note", lambda self, *more: choices.append(self.name) or note(self, *more))
-            chunks = output_layer.chunks
-            patch.setattr(output_layer, "chunks", lambda *given: (parts := chunks(*given), count_parts(parts))[0])
             AcceleratorState._reset_state(reset_partial_state=True)
             code = main(words(options))
         out = options["output_dir"]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from recipes import recipe_of
+from runs import losses
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -25,13 +26,6 @@ from transformers import (
 
 from hf_linear_attention._common.folders import write_checksums
 from hf_linear_attention.training.models import disable_dropout, parameter_groups
-
-
-Events = list[dict[str, Any]]
-
-
-def losses(events: Events) -> Events:
-    return [{k: v for k, v in event.items() if k != "tokens_per_second"} for event in events if "loss" in event]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -67,7 +61,7 @@ def test_accumulated_ragged_batches_equal_one_batch(
     events = []
     for batch_size, accumulation in [(4, 1), (1, 4)]:
         split = ["--per_device_train_batch_size", batch_size, "--gradient_accumulation_steps", accumulation]
-        options = [*models, *ones, "--hidden_state_layers", "all", *rest, *split, "--logging_steps", 1]
+        options = [*models, *ones, *rest, *split, "--logging_steps", 1]
         events.append(losses(finetune(*options, output_dir=tmp_path / f"{batch_size}")))
     for mine, yours in zip(*events, strict=True):
         assert mine == pytest.approx(yours, rel=2e-5)
@@ -99,8 +93,11 @@ def test_an_optimizer_of_another_form_is_refused(finetune, causal: list[str], tm
         assert re.search(r"checkpoint-1 cannot be used .*; resume from another checkpoint, or remove this one", error)
 
 
-def test_mixed_precision_keeps_float32_weights(finetune, causal: list[str], llama_teacher: str, tmp_path: Path) -> None:
-    teacher = ["--teacher_name_or_path", llama_teacher, "--mixed_precision", "bf16", "--max_eval_tokens", 40]
+def test_mixed_precision_keeps_float32_weights(
+    finetune, causal: list[str], llama_teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` does
+    teacher = ["--teacher_name_or_path", llama_teacher, "--max_eval_tokens", 40]
     events = finetune(*causal, *teacher, "--max_train_steps", 6, "--learning_rate", "1e-2", "--logging_steps", 2)
     assert losses(events)[-1]["loss"] < losses(events)[0]["loss"]
     assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.float32}
@@ -164,7 +161,7 @@ def test_a_new_classifier_learns_and_keeps_its_class_names(finetune, bert: str, 
 
 def test_a_run_that_would_learn_its_data_by_heart_is_warned_of(finetune, causal, tmp_path, caplog) -> None:
     (tmp_path / "short.txt").write_text("A text of a few words.")
-    words = [*causal, "--train_file", tmp_path / "short.txt", "--max_eval_tokens", 20, "--recall_texts", 0]
+    words = [*causal, "--train_file", tmp_path / "short.txt", "--max_eval_tokens", 20]
     with caplog.at_level(logging.WARNING):
         finetune(*words, "--max_train_tokens", 100, output_dir=tmp_path / "few")
         assert "by heart" not in caplog.text
@@ -178,7 +175,7 @@ def test_a_run_that_would_learn_its_data_by_heart_is_warned_of(finetune, causal,
 
 def test_few_tokens_are_divided_into_enough_steps(finetune, causal: list[str], tmp_path: Path) -> None:
     limits = ["--max_train_tokens", 1000, "--per_device_train_batch_size", 16, "--logging_steps", 1]
-    limits += ["--max_eval_tokens", 20, "--recall_texts", 0]
+    limits += ["--max_eval_tokens", 20]
 
     def steps(name: str, *more: Any) -> int:
         return len(losses(finetune(*causal, *limits, *more, output_dir=tmp_path / name)))

@@ -47,12 +47,7 @@ from hf_linear_attention._common.model_card import HISTORY, REPORT, training_fac
 from hf_linear_attention._common.options import Facts, OnResume
 from hf_linear_attention._common.reading import read_json, reading
 from hf_linear_attention.training.data.processors import Processor
-from hf_linear_attention.training.distributed import (
-    is_sharded,
-    shard_optimizer_state,
-    whole,
-    without_sharding_class,
-)
+from hf_linear_attention.training.distributed import is_sharded, shard_optimizer_state, whole, without_sharding_class
 from hf_linear_attention.training.models import ADAPTER, cast, merged_state_dict, written_dtype
 from hf_linear_attention.training.recipe import FACTS, Recipe, RunArguments
 from hf_linear_attention.training.tracking import METRICS, plot_metrics
@@ -193,13 +188,7 @@ class Checkpointer:
         self.accelerator, self.scheduler, self.output_dir = accelerator, scheduler, output_dir
         self.recipe, self.save_total_limit, self.keep_best = recipe, run.save_total_limit, run.load_best_model_at_end
 
-    def save(
-        self,
-        state: TrainingState,
-        model: PreTrainedModel,
-        processor: Processor,
-        parts: dict[str, Any],
-    ) -> Path:
+    def save(self, state: TrainingState, model: PreTrainedModel, processor: Processor, parts: dict[str, Any]) -> Path:
         """Write `checkpoint-<step>` and return its path. All processes call this together.
 
         Args:

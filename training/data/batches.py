@@ -62,12 +62,7 @@ class Stream(Dataset[Example]):
     """
 
     def __init__(
-        self,
-        examples: Examples,
-        seed: int,
-        shuffle: bool,
-        masking: Masking | None = None,
-        step_size: int | None = None,
+        self, examples: Examples, seed: int, shuffle: bool, masking: Masking | None = None, step_size: int | None = None
     ) -> None:
         self.examples, self.seed, self.shuffle, self.masking = examples, seed, shuffle, masking
         self.step_size = step_size
@@ -117,19 +112,14 @@ def pad(examples: list[Example], pad_token_id: int) -> Batch:
     """The batch of some examples: every field, right-padded, and the number [B] of every example as `index`.
 
     - Texts have input_ids, attention_mask and labels [B, N] (classes: [B]). Pairs of texts also have token_type_ids.
-      Packed documents also have position_ids, in which the padding counts as one more document. loss_mask tells
-      the logits from which is learned.
+      loss_mask tells the logits from which is learned.
     - For an encoder-decoder, labels are the targets [B, T], and decoder_attention_mask tells which are not padding.
     - Images of one size have pixel_values [B, C, H, W].
     """
     fills = {"input_ids": pad_token_id, "labels": IGNORED, "targets": IGNORED}
-    names = examples[0].keys() - {"position_ids"}
-    batch = {name: _stacked([example[name] for example in examples], fills.get(name, 0)) for name in names}
+    batch = {name: _stacked([example[name] for example in examples], fills.get(name, 0)) for name in examples[0]}
     if "input_ids" in batch:
         batch["attention_mask"] = _stacked([torch.ones(len(row["input_ids"]), dtype=torch.long) for row in examples], 0)
-    if any("position_ids" in example for example in examples):
-        length = batch["input_ids"].shape[1]
-        batch["position_ids"] = torch.stack([_positions(example, length) for example in examples])
     if "targets" in batch:
         batch["labels"] = batch.pop("targets")
         lengths = [torch.ones(len(example["targets"]), dtype=torch.long) for example in examples]
@@ -141,12 +131,6 @@ def _stacked(values: list[Any], fill: int) -> Tensor:
     if np.ndim(values[0]) == 0:
         return torch.tensor(values)
     return pad_sequence([torch.as_tensor(value) for value in values], batch_first=True, padding_value=fill)
-
-
-def _positions(example: Example, length: int) -> Tensor:
-    count = len(example["input_ids"])
-    own = example.get("position_ids", np.arange(count))
-    return torch.from_numpy(np.concatenate([own, np.arange(length - count)]))
 
 
 def train_batches(

@@ -74,16 +74,6 @@ def option_problems(option: str, path: str, columns: Mapping[str, str | None], i
     return file_problems(path, columns, instead)
 
 
-def check_data_file(path: str, columns: Mapping[str, str | None], instead: str | None = None) -> None:
-    """Check a file of one of the types in `SUFFIXES`, which must have `columns` or else the column `instead`.
-
-    Raises:
-        UsageError: naming everything that is wrong with it.
-    """
-    if problems := file_problems(path, columns, instead):
-        raise UsageError(*problems)
-
-
 def file_problems(path: str, columns: Mapping[str, str | None], instead: str | None = None) -> list[str]:
     """One sentence for everything wrong with a file that must have `columns`, named by options, or else `instead`."""
     if os.path.expandvars(path) != path:

@@ -48,18 +48,13 @@ class Examples(Protocol):
     def __getitem__(self, index: int) -> Example: ...
 
 
-class PackedBlocks:
-    """Documents that are joined and cut into blocks of `block_size` tokens; the last block may be shorter.
+class Blocks:
+    """The blocks of `block_size` tokens into which a text is cut; the last block may be shorter."""
 
-    `position_ids` restart with every document and every block, by which a model recognises the documents. The first
-    token of a document is not predicted from the document before it. A block inside one document has no `position_ids`.
-    """
-
-    def __init__(self, documents: Sequence[Tokens], block_size: int) -> None:
-        self.stream, self.block_size = np.concatenate(documents), block_size
-        self.documents = np.cumsum([0, *(len(document) for document in documents)], dtype=np.int64)[:-1]
-        self.starts = np.arange(0, len(self.stream), block_size, dtype=np.int64)
-        if len(self.starts) > 1 and len(self.stream) - self.starts[-1] < 2:
+    def __init__(self, stream: Tokens, block_size: int) -> None:
+        self.stream, self.block_size = stream, block_size
+        self.starts = np.arange(0, len(stream), block_size, dtype=np.int64)
+        if len(self.starts) > 1 and len(stream) - self.starts[-1] < 2:
             self.starts = self.starts[:-1]  # a single token predicts nothing
 
     @property
@@ -71,31 +66,8 @@ class PackedBlocks:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> Example:
-        start = self.starts[index]
-        block = self.stream[start : start + self.block_size]
-        inside = (self.documents > start) & (self.documents < start + len(block))
-        if not inside.any():
-            return {"input_ids": block, "labels": block}
-        return {"input_ids": block, **boundaries(block, self.documents[inside] - start)}
-
-    def unpacked(self) -> Documents:
-        """The same tokens as separate documents, which are cut into pieces of at most `block_size` tokens."""
-        documents = np.split(self.stream, self.documents[1:])
-        cut = [
-            document[start : start + self.block_size]
-            for document in documents
-            for start in range(0, len(document), self.block_size)
-        ]
-        return Documents([document for document in cut if len(document) > 1], "tokens")
-
-
-def boundaries(block: Tokens, starts: Tokens) -> Example:
-    """The labels and position_ids of a block in which documents start at the positions `starts`, all above 0."""
-    labels, place = block.copy(), np.arange(len(block))
-    labels[starts] = IGNORED
-    begun = np.zeros(len(block), np.int64)
-    begun[starts] = starts
-    return {"labels": labels, "position_ids": place - np.maximum.accumulate(begun)}
+        block = self.stream[self.starts[index] : self.starts[index] + self.block_size]
+        return {"input_ids": block, "labels": block}
 
 
 class StreamWindows:
@@ -188,15 +160,9 @@ def shorten(examples: Examples, max_tokens: int | None) -> Examples:
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of one split, and what makes examples of them.
+    """The rows of one split ("train" or "validation"), and what makes examples of them.
 
-    Args:
-        recipe: the options.
-        rows: the rows.
-        split: "train" or "validation".
-        processor: the tokenizer, or the processor of images.
-        max_length: the number of tokens to which texts are cut.
-        classes: the class index of every label, for tasks with classes.
+    Texts are cut to `max_length` tokens; `classes` has the class index of every label, for tasks with classes.
     """
 
     recipe: Recipe

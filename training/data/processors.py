@@ -51,16 +51,16 @@ def check_direction(recipe: Recipe, config: PreTrainedConfig, path: str) -> None
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model, or that of `--tokenizer_name`.
+    """The tokenizer of the model.
 
     Raises:
         SetupError: if the task is masked_lm and the tokenizer has no mask token.
     """
-    name = recipe.model.tokenizer_name or recipe.model.model_name_or_path
-    with reading(f"the tokenizer of {name} (tokenizer.json)", "repair it, or give `--tokenizer_name`"):
+    name = recipe.model.model_name_or_path
+    with reading(f"the tokenizer of {name} (tokenizer.json)", "repair it, or save another one there"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
     if recipe.model.task == "masked_lm" and tokenizer.mask_token_id is None:
-        raise SetupError(f"the tokenizer of {name} has no mask token; choose another task or `--tokenizer_name`")
+        raise SetupError(f"the tokenizer of {name} has no mask token; choose another task")
     return tokenizer
 
 

@@ -33,13 +33,7 @@ class Splits:
 
 @dataclass(frozen=True)
 class Reader:
-    """How the rows of a task become examples.
-
-    Args:
-        check: refuses the bad rows of a split.
-        examples: their examples.
-        has_classes: whether the column of labels holds classes.
-    """
+    """How the rows of a task become examples: `check` refuses bad rows of a split, `examples` makes those of others."""
 
     check: Callable[[Part], None]
     examples: Callable[[Part], Examples]
@@ -55,15 +49,6 @@ READERS = {
     "image_classification": Reader(check_images, image_examples, has_classes=True),
     "image_embedding": Reader(check_images, image_examples),
 }
-
-
-def _read(recipe: Recipe, processor: Processor, max_length: int, check: Callable[[Part], None]) -> list[Part]:
-    """The rows of every split that exists."""
-    read = {split: load_rows(recipe.data, split) for split in ("train", "validation")}
-    parts = [Part(recipe, rows, split, processor, max_length) for split, rows in read.items() if rows is not None]
-    for part in parts:
-        check(part)
-    return parts
 
 
 def _classes(recipe: Recipe, parts: list[Part]) -> dict[str, int] | None:
@@ -88,7 +73,10 @@ def load_data(recipe: Recipe, processor: Processor) -> Splits:
     """
     reader = READERS.get(recipe.model.task, TEXT)
     max_length = sequence_length(recipe, processor, load_config(recipe))
-    parts = _read(recipe, processor, max_length, reader.check)
+    read = {split: load_rows(recipe.data, split) for split in ("train", "validation")}
+    parts = [Part(recipe, rows, split, processor, max_length) for split, rows in read.items() if rows is not None]
+    for part in parts:
+        reader.check(part)
     classes = _classes(recipe, parts) if reader.has_classes else None
     examples: dict[str, Any] = {part.split: reader.examples(replace(part, classes=classes)) for part in parts}
     return Splits(examples.get("train"), examples.get("validation"), classes)

@@ -7,9 +7,9 @@
 | sequence_classification | refused                                     | a row is a text with class, cut     |
 | seq2seq_lm              | refused                                     | a row is two texts, each cut        |
 
-"Cut" texts are truncated to max_length tokens. "Packed" documents share blocks of max_length tokens, and do not attend
-to each other (`packing.py`) unless `--join_documents` is given. Paragraphs are separated by blank lines; in a .txt
-without blank lines, every line is a text. If the tokenizer has no BOS token, its EOS token follows each text instead.
+"Cut" texts are truncated to max_length tokens. "Packed" documents are joined to one text, which is cut into blocks of
+max_length tokens. Paragraphs are separated by blank lines; in a .txt without blank lines, every line is a text. If the
+tokenizer has no BOS token, its EOS token follows each text instead.
 Everything is tokenised at the start. `datasets` keeps the tokens on disk, so that a second run on the same texts finds
 those of the first: their key is a hash of the texts, the state of the tokenizer, and the options of the call.
 
@@ -36,9 +36,9 @@ from transformers import PreTrainedTokenizerBase
 from hf_linear_attention._common.errors import DataError, SetupError
 from hf_linear_attention.training.data.packing import (
     IGNORED,
+    Blocks,
     Documents,
     Examples,
-    PackedBlocks,
     Part,
     StreamWindows,
     Tokens,
@@ -193,13 +193,11 @@ def _causal_examples(part: Part, texts: list[str], running_text: bool) -> Exampl
     bos = tokenizer.bos_token_id  # before a document, or otherwise an EOS token after it
     end = None if bos is not None else tokenizer.eos_token_id
     found = tokenize_texts(texts, tokenizer, add_special_tokens=False)["input_ids"]
-    if running_text:
-        return (
-            PackedBlocks([joined(bos, found[0])], max_length) if training else StreamWindows(found[0], max_length, bos)
-        )
-    documents = [joined(bos, tokens, end) for tokens in found]
+    if running_text and not training:
+        return StreamWindows(found[0], max_length, bos)
+    documents = [joined(bos, tokens, None if running_text else end) for tokens in found]
     if training:
-        return PackedBlocks([np.concatenate(documents)] if part.recipe.data.join_documents else documents, max_length)
+        return Blocks(np.concatenate(documents), max_length)
     return Documents([document[:max_length] for document in documents], "tokens")
 
 
@@ -254,7 +252,7 @@ def language_examples(part: Part) -> Examples:
         return build_examples(part)
     tokenizer, max_length = part.processor, part.max_length
     if tokenizer.chat_template is None or not tokenizer.is_fast:
-        raise SetupError(f"`{MESSAGES}` needs a fast tokenizer with a chat template; give one with `--tokenizer_name`")
+        raise SetupError(f"`{MESSAGES}` needs a fast tokenizer with a chat template; save one with the model")
     documents: list[Tokens] = []
     columns: dict[str, list[Any]] = {"labels": [], "loss_mask": []}
     for messages in part.rows[MESSAGES]:

@@ -104,7 +104,6 @@ def start_processes(recipe: Recipe) -> Accelerator:
     accelerator = Accelerator(
         # Without cpu=True, processes on a machine without a GPU would train separate models.
         cpu=not has_gpu,
-        mixed_precision=recipe.run.mixed_precision,
         log_with=wanted_trackers(recipe) or None,
         project_dir=recipe.output_dir,
         kwargs_handlers=handlers,
@@ -126,7 +125,8 @@ def _refuse_before(recipe: Recipe) -> None:
     Raises:
         SetupError: if the launch file is one; it names all settings that do not work.
     """
-    if _precision(recipe) == "fp8":
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if precision == "fp8":
         raise SetupError(
             "the launch file asks for fp8; allowed are no, fp16 and bf16: set `mixed_precision: bf16` in it"
         )
@@ -141,17 +141,13 @@ def _refuse_before(recipe: Recipe) -> None:
         f"`fsdp_version: {version}` in the launch file (allowed is 2)": version != "2",
         # With it, the teacher would have weights on the main process alone.
         "`fsdp_cpu_ram_efficient_loading: true` in the launch file": _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"),
-        "mixed precision fp16 (allowed are no, bf16)": _precision(recipe) == "fp16",
+        "mixed precision fp16 (allowed are no, bf16)": precision == "fp16",
         "attention transfer, which trains the mechanisms alone": bool(weights.attention_transfer_weight),
         "`--use_peft`": recipe.model.use_peft,
     }
     if wrong := [name for name, is_wrong in conditions.items() if is_wrong]:
         text = f"the launch file asks for FSDP, which does not work with {'; '.join(wrong)}"
         raise SetupError(f"{text}; change these settings, or launch with training/launch/ddp.yaml")
-
-
-def _precision(recipe: Recipe) -> str | None:
-    return recipe.run.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
 
 
 def _is_on(variable: str) -> bool:

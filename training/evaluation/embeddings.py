@@ -25,13 +25,7 @@ class EmbeddingEvaluator:
     """Compares embeddings with those of the teacher, and similarities of pairs with their scores."""
 
     def __init__(self, accelerator: Accelerator, teacher: Teacher, pooling: Pooling = "mean") -> None:
-        """Prepare evaluations.
-
-        Args:
-            accelerator: the processes that evaluate together.
-            teacher: the model to compare with.
-            pooling: how hidden states become an embedding.
-        """
+        """Prepare evaluations by the processes of `accelerator`, in which models are compared with `teacher`."""
         self.accelerator, self.teacher, self.pooling = accelerator, teacher, pooling
 
     @torch.no_grad()
@@ -69,11 +63,7 @@ class EmbeddingEvaluator:
 
 
 @torch.no_grad()
-def embed(
-    model: PreTrainedModel,
-    batches: Iterable[Batch],
-    pooling: Pooling = "mean",
-) -> Tensor:
+def embed(model: PreTrainedModel, batches: Iterable[Batch], pooling: Pooling = "mean") -> Tensor:
     """The normalised embeddings `[texts, D]` of all texts, in the order of the batches."""
     rows = []
     for batch in progress(batches, "measuring"):

@@ -16,13 +16,8 @@ from hf_linear_attention._common.logs import progress
 from hf_linear_attention.training.checkpoints import TrainingState
 from hf_linear_attention.training.data.batches import Batch, aligned_labels
 from hf_linear_attention.training.data.packing import IGNORED
-from hf_linear_attention.training.evaluation.scores import (
-    GREATER_IS_BETTER,
-    Classification,
-    TokenLoss,
-    scored,
-)
-from hf_linear_attention.training.losses.output_layer import MEGABYTES, ByRow
+from hf_linear_attention.training.evaluation.scores import GREATER_IS_BETTER, Classification, TokenLoss, scored
+from hf_linear_attention.training.losses.output_layer import ByRow
 from hf_linear_attention.training.losses.outputs import logits_of, run_model, scored_logits
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.recipe import Recipe
@@ -36,23 +31,10 @@ Figures = tuple[list[Any], list[Any]]
 class Evaluator:
     """Runs the model on the examples of this process, and computes the metric of the task over all processes."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        task: str,
-        teacher: Teacher | None,
-        megabytes: float = MEGABYTES,
-    ) -> None:
-        """Prepare evaluations.
-
-        Args:
-            accelerator: the processes that evaluate together.
-            task: the task of the model.
-            teacher: the model to compare with.
-            megabytes: of logits that are alive together, at most.
-        """
+    def __init__(self, accelerator: Accelerator, task: str, teacher: Teacher | None) -> None:
+        """Prepare evaluations by the processes of `accelerator`, in which models are compared with `teacher`."""
         self.accelerator, self.task, self.teacher = accelerator, task, teacher
-        self.megabytes, self.logits = megabytes, TASKS[task].logits
+        self.logits = TASKS[task].logits
         self.compares = teacher is not None and TASKS[task].compares
 
     @torch.no_grad()
@@ -62,7 +44,7 @@ class Evaluator:
         model.eval()
         rows: list[tuple[int, Any, Any]] = []
         agreed: list[tuple[int, int, int]] = []
-        by_row = None if self.logits == "inputs" else ByRow(model, self.megabytes)
+        by_row = None if self.logits == "inputs" else ByRow(model)
         for batch in progress(batches, "evaluating", self.accelerator.is_main_process):
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
             with self.accelerator.autocast():

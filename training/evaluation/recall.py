@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention.training.data.packing import Examples, Tokens, shorten
 from hf_linear_attention.training.evaluation.retention import running_text, separate_windows
-from hf_linear_attention.training.losses.output_layer import MEGABYTES, ByRow
+from hf_linear_attention.training.losses.output_layer import ByRow
 
 
 RECALL = "eval_recall"
 # Tokens of a text that is copied, at most a quarter of all.
 MOST_COPIED, FEWEST_COPIED = 64, 4
-TIMES = (1, 2)
+TIMES, MOST_ROWS = (1, 2), 8
 
 
 def recall_rows(stream: Tokens, length: int, most_rows: int, bos_token_id: int | None) -> tuple[Tensor, Tensor, int]:
@@ -53,29 +53,17 @@ def recall_rows(stream: Tokens, length: int, most_rows: int, bos_token_id: int |
 class RecallProbe:
     """Recall at the training length and, if the model has positions for it, at twice that length."""
 
-    def __init__(
-        self,
-        examples: Examples,
-        length: int,
-        most_rows: int,
-        positions: int | None,
-        bos_token_id: int | None,
-        megabytes: float = MEGABYTES,
-    ) -> None:
-        """Take the texts from the first `examples`; `positions` is their number in the model, or None.
-
-        At most so many `megabytes` of logits are alive together.
-        """
-        self.megabytes = megabytes
-        stream = running_text(shorten(examples, most_rows * TIMES[-1] * length))
+    def __init__(self, examples: Examples, length: int, positions: int | None, bos_token_id: int | None) -> None:
+        """Take the texts from the first `examples`; `positions` is their number in the model, or None."""
+        stream = running_text(shorten(examples, MOST_ROWS * TIMES[-1] * length))
         lengths = [times for times in TIMES if times == 1 or times * length <= (positions or 2**62)]
-        rows = {times: recall_rows(stream, times * length, most_rows, bos_token_id) for times in lengths}
+        rows = {times: recall_rows(stream, times * length, MOST_ROWS, bos_token_id) for times in lengths}
         self.rows = {RECALL + f"_x{times}" * (times > 1): found for times, found in rows.items() if len(found[0])}
 
     @torch.no_grad()
     def __call__(self, model: PreTrainedModel, autocast: Callable[[], AbstractContextManager[Any]]) -> dict[str, float]:
         """The figures of the model, which stays in the mode that it had; none of a text that is too short."""
-        was_training, figures, by_row = model.training, {}, ByRow(model, self.megabytes)
+        was_training, figures, by_row = model.training, {}, ByRow(model)
         model.eval()
         with autocast():
             for name, (with_copy, without, copied) in self.rows.items():

@@ -130,28 +130,13 @@ def score(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[
 
 def summary(figures: TokenFigures, settings: Settings) -> dict[str, Any]:
     """The means of the figures from `score` for a student with these `settings`."""
-    position, values = figures[POSITION], {name: value for name, value in figures.items() if name != POSITION}
-    longest = int(position.max()) + 1
-    edges = [0, *(2**power for power in range(4, math.ceil(math.log2(longest)))), longest]
+    values = {name: value for name, value in figures.items() if name != POSITION}
     result: dict[str, Any] = {name: value.mean().item() for name, value in values.items()}
-    result["by_position"] = [bucket for bucket, _ in _buckets(position, values, sorted({*edges}))]
     result["gap"] = result["student"] - result["teacher"]
     if "window_alone" in values:
-        distant = 4 * max(entry["window_size"] for entry in entries_of(settings))
-        ((means, _),) = _buckets(position, values, [distant, max(longest, distant + 1)])
-        result |= _linear_part(result, means)
+        distant = figures[POSITION] >= 4 * max(entry["window_size"] for entry in entries_of(settings))
+        result |= _linear_part(result, {name: value[distant].mean().item() for name, value in values.items()})
     return result
-
-
-def _buckets(
-    place: Tensor, values: Mapping[str, Tensor], edges: list[int]
-) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """The means of the values `[targets]` of the targets whose `place` is between two edges, and these values."""
-    for first, end in itertools.pairwise(edges):
-        chosen = (place >= first) & (place < end)
-        part = {name: value[chosen] for name, value in values.items()}
-        means = {name: value.mean().item() if len(value) else math.nan for name, value in part.items()}
-        yield {"from": first, "to": end, "targets": int(chosen.sum()), **means}, part
 
 
 def _nats(by_row: ByRow, batch: Batch) -> Tensor:
@@ -253,7 +238,11 @@ def position_buckets(
         pairs: models whose mean difference on the same targets is given with its standard error, if both are in `nats`.
     """
     buckets = []
-    for bucket, part in _buckets(position, nats, edges):
+    for first, end in itertools.pairwise(edges):
+        chosen = (position >= first) & (position < end)
+        part = {name: value[chosen] for name, value in nats.items()}
+        means = {name: value.mean().item() for name, value in part.items()}
+        bucket: dict[str, Any] = {"from": first, "to": end, "targets": int(chosen.sum()), **means}
         for mine, other in pairs:
             if mine in part and other in part:
                 bucket[f"{mine}_minus_{other}"] = paired_difference(part[mine], part[other])

@@ -55,18 +55,14 @@ class Classification(Score):
     kinds = (WHOLE, WHOLE)
 
     def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
-        found: dict[str, float] = {"accuracy": equal_share(predictions, references), "samples": len(references)}
+        equal = sum(a == b for a, b in zip(predictions, references, strict=True))
+        found: dict[str, float] = {"accuracy": equal / max(len(references), 1), "samples": len(references)}
         if can_score("sklearn"):
             from sklearn.metrics import f1_score
 
             average = "binary" if {*predictions, *references} <= {0, 1} else "macro"
             found["f1"] = float(f1_score(references, predictions, average=average, zero_division=0))
         return found
-
-
-def equal_share(predictions: Sequence[Any], references: Sequence[Any]) -> float:
-    """The share of predictions that equal their references."""
-    return sum(a == b for a, b in zip(predictions, references, strict=True)) / max(len(references), 1)
 
 
 class Spearman(Score):

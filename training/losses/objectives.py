@@ -26,13 +26,12 @@ from torch import Tensor, nn
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.attention.layer import LinearizedCrossAttention
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
-from hf_linear_attention.mechanisms.window import within_sequences
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch, aligned_labels, count_units, token_weights
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.losses.divergence import divergence, widened
 from hf_linear_attention.training.losses.gradients import GRADIENT_SCALE, differentiated
-from hf_linear_attention.training.losses.output_layer import MEGABYTES, ByRow, Rows
+from hf_linear_attention.training.losses.output_layer import ByRow, Rows
 from hf_linear_attention.training.losses.outputs import (
     Outputs,
     StudentOutputs,
@@ -159,7 +158,9 @@ class Embedding(Objective):
 
     def total(self, batch: Batch, student: StudentOutputs, teacher: Outputs | None) -> Tensor:
         """Sum of 1 - cosine similarity."""
-        mine, yours = _hidden_pairs(student, teacher)[-1]
+        if teacher is None:
+            raise RuntimeError("`embedding` needs a teacher")
+        mine, yours = student.hidden_states[-1], teacher.hidden_states[-1]
         mask = token_weights(batch, mine.shape[1]) > 0
         mine, yours = (pooled(hidden, mask, self.pooling) for hidden in (mine, yours))
         return (1 - F.cosine_similarity(mine, yours, dim=-1)).sum()
@@ -171,20 +172,10 @@ def _error_sums(mine: tuple[Tensor, ...], yours: tuple[Tensor, ...], batch: Batc
     for a, b in zip(mine, yours, strict=True):
         weights = token_weights(batch, a.shape[1], is_decoder)
         mask = weights > 0
-        sums.append((_relative_errors(a[mask], b[mask]) * weights[mask]).sum())
+        mine, yours = a[mask].float(), b[mask].float()  # [T, D]
+        errors = (mine - yours).square().sum(-1) / yours.square().sum(-1).clamp(min=1e-12)
+        sums.append((errors * weights[mask]).sum())
     return sums
-
-
-def _relative_errors(mine: Tensor, yours: Tensor) -> Tensor:
-    """The relative squared error [T] of every token in `mine` [T, D]."""
-    mine, yours = mine.float(), yours.float()
-    return (mine - yours).square().sum(-1) / yours.square().sum(-1).clamp(min=1e-12)
-
-
-def _hidden_pairs(student: StudentOutputs, teacher: Outputs | None) -> list[tuple[Tensor, Tensor]]:
-    if teacher is None or len(student.hidden_states) != len(teacher.hidden_states):
-        raise RuntimeError("student and teacher must return the same number of hidden states")
-    return list(zip(student.hidden_states, teacher.hidden_states, strict=True))
 
 
 class AttentionTransfer(Objective):
@@ -249,16 +240,6 @@ TOLERANCE = 2.0
 def has_far_share(model: nn.Module) -> bool:
     """Whether a layer of the model gives near and far keys a common denominator."""
     return any(hasattr(module, "log_odds") for module in model.modules())
-
-
-def check_far_share(model: nn.Module) -> None:
-    """Refuse a model that has nothing to compare.
-
-    Raises:
-        UsageError: if no layer gives near and far keys a common denominator.
-    """
-    if not has_far_share(model):
-        raise UsageError("`--far_share_weight` needs layers of `hybrid`; drop the option")
 
 
 class FarShare(Objective):
@@ -336,7 +317,7 @@ class SampledQueries:
         query, key, mask = seen.inputs.query, seen.inputs.key.float(), seen.inputs.attention_mask
         length = query.shape[2]
         numbers = torch.ones(query.shape[0], length, dtype=torch.long, device=query.device) if mask is None else mask
-        place = (within_sequences(numbers)[0] if seen.inputs.is_packed else numbers.long().cumsum(1)) - 1
+        place = numbers.long().cumsum(1) - 1
         chosen = torch.arange(0, length, -(-length // MOST_QUERIES), device=query.device)
         with torch.no_grad():
             rows = query[:, :, chosen].float().unflatten(1, (key.shape[1], -1))
@@ -409,26 +390,15 @@ class StudentWithObjectives(nn.Module):
     do not reach the loss (a pooler, an unused head) are recognised, and mixed precision leaves logits in 16 bits.
     """
 
-    def __init__(
-        self,
-        student: Any,
-        objectives: dict[str, tuple[float, Objective]],
-        layers: str | None,
-        megabytes: float = MEGABYTES,
-    ) -> None:
-        """Combine the student and its objectives.
-
-        Args:
-            layers: which hidden states the student returns: "last", "all" or None.
-            megabytes: of logits that are alive together, at most.
-        """
+    def __init__(self, student: Any, objectives: dict[str, tuple[float, Objective]], layers: str | None) -> None:
+        """Combine the student and its objectives; `layers` are the hidden states that it returns (`run_model`)."""
         super().__init__()
-        if "far_share" in objectives:
-            check_far_share(student)
+        if "far_share" in objectives and not has_far_share(student):
+            raise UsageError("`--far_share_weight` needs layers of `hybrid`; drop the option")
         self.student, self.objectives, self.layers = student, objectives, layers
         self.numbers = [module.linear_attention.shape.layer for module in linear_attention_modules(student).values()]
         needs_logits = any(objective.needs_logits for _, objective in objectives.values())
-        self.by_row = ByRow(student, megabytes) if needs_logits else None
+        self.by_row = ByRow(student) if needs_logits else None
         self.gradient_scale: Callable[[], float] = lambda: GRADIENT_SCALE
         self.observes_attention = any(objective.observes_attention for _, objective in objectives.values())
 

@@ -1,8 +1,8 @@
 """Logits of a model by row, so that no tensor [tokens, vocabulary] exists.
 
 The model runs without its output layer, which is applied to a few rows at a time: their logits, and whatever of the
-same shape is made of them, take `MEGABYTES` at most, unless an option says otherwise. In training, it is applied while
-the model runs, since parameters in shards (FSDP2) are whole only then.
+same shape is made of them, take `MEGABYTES` at most. In training, it is applied while the model runs, since parameters
+in shards (FSDP2) are whole only then.
 
 The gradients of a chunk of rows are computed at once (as in Liger Kernel, arXiv:2410.10989, section 3.2), so that no
 logits are kept for the backward pass and none are computed twice.
@@ -36,9 +36,9 @@ LossOfRows = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """A function from logits [r, V] and their row numbers [r] to a sum and to detached figures by name, all scalars."""
 
 
-def chunks(rows: Tensor, classes: int, megabytes: float = MEGABYTES) -> tuple[Tensor, ...]:
-    """The row numbers [R], in parts whose logits may be copied `COPIES` times within so many megabytes (2^20 bytes)."""
-    return rows.split(max(1, int(megabytes * 2**20) // (4 * COPIES * classes)))
+def chunks(rows: Tensor, classes: int) -> tuple[Tensor, ...]:
+    """The row numbers [R], in parts whose logits may be copied `COPIES` times within `MEGABYTES` (of 2^20 bytes)."""
+    return rows.split(max(1, int(MEGABYTES * 2**20) // (4 * COPIES * classes)))
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ class Rows:
     inputs: Tensor
     head: Callable[[Tensor], Tensor]
     classes: int
-    megabytes: float
 
     def __call__(self, rows: Tensor) -> Tensor:
         """The logits [r, classes] of the row numbers [r]."""
@@ -61,20 +60,16 @@ class Rows:
     @torch.no_grad()
     def read(self, rows: Tensor, read: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """What `read` makes of the logits [r, classes] of each chunk of the row numbers [R], and these: [R, ...]."""
-        return torch.cat([read(self(part), part) for part in chunks(rows, self.classes, self.megabytes)])
+        return torch.cat([read(self(part), part) for part in chunks(rows, self.classes)])
 
     @torch.no_grad()
     def each(self, rows: Tensor, read: Callable[[Tensor, Tensor], None]) -> None:
         """Call `read` with the logits [r, classes] of each chunk of the row numbers [R], and these."""
-        for part in chunks(rows, self.classes, self.megabytes):
+        for part in chunks(rows, self.classes):
             read(self(part), part)
 
     def summed(
-        self,
-        rows: Tensor,
-        parameters: Iterable[nn.Parameter],
-        loss: LossOfRows,
-        scale: float = GRADIENT_SCALE,
+        self, rows: Tensor, parameters: Iterable[nn.Parameter], loss: LossOfRows, scale: float = GRADIENT_SCALE
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of `loss` over the row numbers [R] and the sums of its figures.
 
@@ -85,7 +80,7 @@ class Rows:
         trained = [source for source in (self.inputs, *parameters) if source.requires_grad and torch.is_grad_enabled()]
         gradients = [torch.zeros_like(source) for source in trained]
         total, figures = torch.zeros((), device=self.inputs.device), dict[str, Tensor]()
-        for part in chunks(rows, self.classes, self.megabytes):
+        for part in chunks(rows, self.classes):
             inputs = self.inputs.detach()[part].requires_grad_(self.inputs.requires_grad)
             value, found = loss(self.head(inputs), part)
             leaves = [inputs if source is self.inputs else source for source in trained]
@@ -130,8 +125,8 @@ class OutputLayer:
 class ByRow:
     """A model that runs without its output layer, unless it does something unknown with the results of the layer."""
 
-    def __init__(self, model: PreTrainedModel, megabytes: float = MEGABYTES) -> None:
-        self.model, self.megabytes, self.layer = model, megabytes, output_layer(model)
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.layer = model, output_layer(model)
 
     def run(
         self,
@@ -150,14 +145,14 @@ class ByRow:
         call = call or (lambda: run_model(self.model, batch, layers))
         layer = self.layer
         if layer is not None:
-            with layer.replaced(lambda inputs, head: use(Rows(inputs, head, layer.classes, self.megabytes))):
+            with layer.replaced(lambda inputs, head: use(Rows(inputs, head, layer.classes))):
                 return call()
         outputs = call()
         if (logits := logits_of(outputs)) is None:
             return outputs
-        if 4 * logits.numel() > self.megabytes * 2**20:
+        if 4 * logits.numel() > MEGABYTES * 2**20:
             logger.warning(WHOLE, type(self.model).__name__, 4 * logits.numel() // 2**20)
-        use(Rows(logits.flatten(0, -2), lambda rows: rows, logits.shape[-1], self.megabytes))
+        use(Rows(logits.flatten(0, -2), lambda rows: rows, logits.shape[-1]))
         return outputs
 
     def outputs(

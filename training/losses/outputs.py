@@ -39,12 +39,6 @@ class StudentOutputs(Outputs):
     attention: tuple[ObservedAttention, ...] = ()
 
 
-def mean_pooled(hidden: Tensor, attention_mask: Tensor) -> Tensor:
-    """The mean of the hidden states [B, N, D] over the tokens that are not padding: [B, D], in float32."""
-    mask = attention_mask.bool().unsqueeze(-1)
-    return hidden.float().masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)
-
-
 def pooled(hidden: Tensor, attention_mask: Tensor, pooling: Pooling = "mean") -> Tensor:
     """The embeddings [B, D] in float32, made of the hidden states [B, N, D] of right-padded texts.
 
@@ -61,7 +55,7 @@ def pooled(hidden: Tensor, attention_mask: Tensor, pooling: Pooling = "mean") ->
         return hidden[torch.arange(len(hidden), device=hidden.device), last].float()
     if pooling == "max":
         return hidden.float().masked_fill(~mask.unsqueeze(-1), -torch.inf).amax(1)
-    return mean_pooled(hidden, attention_mask)
+    return hidden.float().masked_fill(~mask.unsqueeze(-1), 0.0).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def run_model(model: nn.Module, batch: Batch, layers: str | None) -> Any:
@@ -72,13 +66,11 @@ def run_model(model: nn.Module, batch: Batch, layers: str | None) -> Any:
     accepted = inspect.signature(model.forward).parameters
     if "use_cache" in accepted:
         keywords["use_cache"] = False  # a decoder would fill a cache that is not used
-    # transformers recognises packed documents (position_ids that restart) only if there is no attention mask.
-    places = "position_ids" if "position_ids" in batch else "attention_mask"
     if "token_type_ids" in batch and "token_type_ids" in accepted:
         keywords["token_type_ids"] = batch["token_type_ids"]
     if "decoder_attention_mask" in batch:
         keywords["decoder_input_ids"] = decoder_inputs(model, batch["labels"])
-    return model(input_ids=batch["input_ids"], **{places: batch[places]}, **keywords)
+    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], **keywords)
 
 
 def decoder_inputs(model: Any, labels: Tensor) -> Tensor:

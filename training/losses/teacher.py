@@ -18,10 +18,7 @@ class Teacher:
     """Runs the teacher and provides its logits by row (`output_layer.py`)."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        autocast: Callable[[], AbstractContextManager[None]],
-        layers: str | None,
+        self, model: PreTrainedModel, autocast: Callable[[], AbstractContextManager[None]], layers: str | None
     ) -> None:
         """Wrap a model."""
         self.model = model.eval().requires_grad_(False)

@@ -119,11 +119,6 @@ def stage_options(stage: Stage, given: Mapping[str, Any], tokens: int) -> dict[s
     return {name: value for name, value in options.items() if name not in unused and value is not None}
 
 
-def is_transfer(stage: Stage) -> bool:
-    """Whether the stage trains by attention transfer."""
-    return bool(stage.options.get(TRANSFER))
-
-
 def model_without_weights(given: Mapping[str, Any]) -> nn.Module:
     """The model that the first stage trains, on the meta device."""
     # This is imported here, because no other option needs a model before the run.
@@ -173,6 +168,8 @@ def _without(stage: Stage, option: str) -> Stage:
 
 
 def _without_mechanism(stages: list[Stage]) -> list[Stage]:
-    kept = [stage for stage in stages if not is_transfer(stage) and stage.options.get("trainable") != "mechanism"]
+    kept = [
+        stage for stage in stages if not stage.options.get(TRANSFER) and stage.options.get("trainable") != "mechanism"
+    ]
     total = sum(stage.share for stage in kept)
     return [replace(stage, share=stage.share / total) for stage in kept]

@@ -171,18 +171,3 @@ def test_tokens_are_kept_between_runs(
     mine, yours = (tokenization.tokenize_texts(text, each)["input_ids"][0].tolist() for each in (tokenizer, other))
     assert mine != yours
     assert tokenization.tokenize_texts(["a", ""], tokenizer)["input_ids"][1].tolist() == []
-
-
-def test_joined_documents_are_one_stream_without_boundaries(build, files: Path) -> None:
-    blocks = {
-        join: build("causal_lm", "train", 64, train_file=f"{files}/train.jsonl", join_documents=join)
-        for join in (True, False)
-    }
-    count = len(blocks[True])
-    assert count == len(blocks[False])
-    assert any("position_ids" in blocks[False][number] for number in range(count))
-    for number in range(count):
-        joined = blocks[True][number]
-        assert joined.keys() == {"input_ids", "labels"}
-        assert (joined["labels"] == joined["input_ids"]).all()
-        assert (joined["input_ids"] == blocks[False][number]["input_ids"]).all()

@@ -34,7 +34,7 @@ def test_distillation_from_the_softmax_original(
     """What is saved stands alone."""
     data = ["--train_file", pictures / "train.jsonl", "--validation_file", pictures / "valid.jsonl"]
     objective = ["--logits_kl_weight", 2, "--temperature", 3]
-    objective += ["--hidden_state_weight", 1, "--hidden_state_layers", "all"]
+    objective += ["--hidden_state_weight", 1]
     steps = ["--max_train_steps", 8, "--logging_steps", 1, "--learning_rate", "3e-3"]
     steps += ["--mechanism_learning_rate", "1e-2", "--checkpointing_steps", 8]
     split = ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 3, "--per_device_eval_batch_size", 3]

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from runs import changed
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from hf_linear_attention.training.data.packing import Documents, FirstExamples, StreamWindows
+from hf_linear_attention.training.evaluation import recall
 from hf_linear_attention.training.evaluation.recall import RecallProbe, recall_rows
 
 
@@ -34,7 +35,7 @@ def test_rows_differ_in_the_copy_alone() -> None:
 def test_it_is_that_of_a_plain_computation_in_float64(llama_teacher: str) -> None:
     """Tolerance: float32 logits of two layers."""
     model = LlamaForCausalLM.from_pretrained(llama_teacher).train()
-    probe = RecallProbe(Documents([STREAM]), 32, 4, positions=64, bos_token_id=1)
+    probe = RecallProbe(Documents([STREAM]), 32, positions=64, bos_token_id=1)
     state = torch.get_rng_state()
     found = probe(model, nullcontext)
     assert model.training
@@ -48,8 +49,8 @@ def test_it_is_that_of_a_plain_computation_in_float64(llama_teacher: str) -> Non
         return torch.stack(every).mean().item()
 
     for name, length in (("eval_recall", 32), ("eval_recall_x2", 64)):
-        with_copy, without, copied = recall_rows(STREAM, length, 4, bos_token_id=1)
-        assert len(with_copy) == 4
+        with_copy, without, copied = recall_rows(STREAM, length, 8, bos_token_id=1)
+        assert len(with_copy) >= 6
         assert found.pop(name) == pytest.approx(1 - nats(with_copy, copied) / nats(without, copied), abs=1e-6)
     assert not found
 
@@ -78,30 +79,33 @@ class Copies(torch.nn.Module):
 
 def test_models_whose_recall_is_known() -> None:
     stream = np.random.default_rng(0).permutation(1000)  # no token is twice in it
-    probe = RecallProbe(Documents([stream]), 40, 8, positions=79, bos_token_id=None)
+    probe = RecallProbe(Documents([stream]), 40, positions=79, bos_token_id=None)
     assert probe(Copies(0.0), nullcontext) == {"eval_recall": 0.0}  # there are no positions for twice the length
     (half,) = probe(Copies(np.log(999)), nullcontext).values()  # the copy has half of the probability
     assert half == pytest.approx(1 - np.log(2) / np.log(1000), abs=1e-6)
     assert probe(Copies(40.0), nullcontext)["eval_recall"] == pytest.approx(1, abs=1e-6)
 
 
-def test_windows_that_overlap_are_one_text() -> None:
+def test_windows_that_overlap_are_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--max_eval_tokens` and the probe both take the first of the held-out windows."""
+    monkeypatch.setattr(recall, "MOST_ROWS", 2)
     windows = FirstExamples(FirstExamples(StreamWindows(STREAM, 32, 1), 20), 18)
-    (found,) = RecallProbe(windows, 32, 2, positions=32, bos_token_id=1).rows.values()
+    (found,) = RecallProbe(windows, 32, positions=32, bos_token_id=1).rows.values()
     assert found[0][0, 9:].tolist() == STREAM[8:31].tolist()
     assert found[0][1, 9:].tolist() == STREAM[8 + 31 * 2 : 31 * 3].tolist()
 
 
-def test_training_is_not_disturbed(finetune, llama_teacher: str, files: Path, tmp_path: Path) -> None:
+def test_training_is_not_disturbed(finetune, llama_teacher: str, files: Path, tmp_path: Path, monkeypatch) -> None:
     """With dropout, so that a number drawn by the probe would show; there is no held-out text."""
     model = AutoModelForCausalLM.from_pretrained(llama_teacher)
     model.config.attention_dropout = 0.2
     model.save_pretrained(tmp_path / "source")
-    words = ["--model_name_or_path", tmp_path / "source", "--tokenizer_name", llama_teacher, "--task", "causal_lm"]
+    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "source")
+    words = ["--model_name_or_path", tmp_path / "source", "--task", "causal_lm"]
     words += ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_steps", 2]
     events = finetune(*words, output_dir=tmp_path / "with")
     assert [event["step"] for event in events if {"eval_recall", "eval_recall_x2"} <= event.keys()] == [0, 2]
-    assert not any("eval_recall" in e for e in finetune(*words, "--recall_texts", 0, output_dir=tmp_path / "without"))
+    monkeypatch.setattr(recall, "MOST_ROWS", 0)
+    assert not any("eval_recall" in e for e in finetune(*words, output_dir=tmp_path / "without"))
     assert not changed(tmp_path / "with", tmp_path / "without")
     assert changed(tmp_path / "source", tmp_path / "with")

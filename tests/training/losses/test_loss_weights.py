@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from recipes import recipe_of
+from runs import losses
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -48,7 +49,7 @@ def hybrid(llama: str) -> Any:
 def gradient_of(student: nn.Module, teacher: Teacher, weights: dict[str, float]) -> tuple[Tensor, Tensor]:
     """Loss and gradient of all parameters, flat and in float64."""
     every = {f"{name}_weight": weights.get(name, 0.0) for name in OBJECTIVES}
-    objectives = build_objectives(recipe_of("causal_lm", hidden_state_layers="all", **every))
+    objectives = build_objectives(recipe_of("causal_lm", **every))
     assert set(objectives) == set(weights)
     batch = batch_of_text()
     scales = {name: 1 / objective.units(batch) for name, (_, objective) in objectives.items()}
@@ -97,8 +98,8 @@ def test_the_logged_loss_is_the_mean_of_what_was_minimised(
     student = converted(llama, mechanism="hybrid", window_size=3, num_sinks=1)
     models = ["--model_name_or_path", student, "--teacher_name_or_path", llama_teacher, "--task", "causal_lm"]
     steps = ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_steps", 3, "--logging_steps", 3]
-    weights = ["--task_loss_weight", 0.25, "--logits_kl_weight", 7, "--recall_texts", 0]
-    (event,) = finetune(*models, *steps, *weights)
+    weights = ["--task_loss_weight", 0.25, "--logits_kl_weight", 7]
+    (event,) = losses(finetune(*models, *steps, *weights))
     assert len(minimised) == 3
     assert event["loss"] == pytest.approx(sum(minimised) / 3, rel=1e-6)
     assert event["loss"] == pytest.approx(0.25 * event["task_loss"] + 7 * event["logits_kl"], rel=1e-5)

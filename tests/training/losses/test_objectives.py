@@ -18,6 +18,7 @@ from transformers import BertForMaskedLM, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
+from hf_linear_attention.training import run
 from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.losses.objectives import (
     OBJECTIVES,
@@ -32,7 +33,7 @@ from hf_linear_attention.training.losses.teacher import Teacher
 def objectives_of(task: str, **weights: float) -> Any:
     """The objectives with these weights, and no others."""
     every = {f"{name}_weight": weights.get(name, 0.0) for name in OBJECTIVES}
-    return build_objectives(recipe_of(task, hidden_state_layers="all", **every))
+    return build_objectives(recipe_of(task, **every))
 
 
 def ragged_batch(task: str, extra: int, fill: int) -> dict[str, Tensor]:
@@ -176,10 +177,11 @@ def test_every_mechanism_learns_and_the_output_layer_is_not_computed(
     finetune, converted, llama_teacher: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LlamaForCausalLM, "forward", None)  # the model without its output layer is enough
+    monkeypatch.setattr(run, "recall_probe", lambda *_: None)
     student = converted(llama_teacher, mechanism="linear", feature_map="exp")
     options = ["--model_name_or_path", student, "--task", "causal_lm", "--train_file", files / "train.jsonl"]
-    options += ["--attention_transfer_weight", 1, "--trainable", "mechanism", "--max_length", 32, "--join_documents"]
-    steps = finetune(*options, "--max_train_steps", 3, "--logging_steps", 1, "--recall_texts", 0)
+    options += ["--attention_transfer_weight", 1, "--trainable", "mechanism", "--max_length", 32]
+    steps = finetune(*options, "--max_train_steps", 3, "--logging_steps", 1)
     names = changed(student, tmp_path / "out")
     assert all(".linear_attention." in name for name in names)
     assert {name.split(".")[2] for name in names} == {"0", "1"}

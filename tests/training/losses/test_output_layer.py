@@ -38,6 +38,7 @@ from hf_linear_attention.training.data.packing import StreamWindows
 from hf_linear_attention.training.evaluation import retention
 from hf_linear_attention.training.evaluation.evaluator import Evaluator
 from hf_linear_attention.training.evaluation.recall import RecallProbe
+from hf_linear_attention.training.losses import output_layer as of_rows
 from hf_linear_attention.training.losses.divergence import divergence
 from hf_linear_attention.training.losses.objectives import OBJECTIVES, StudentWithObjectives, build_objectives
 from hf_linear_attention.training.losses.output_layer import ByRow, Rows, output_layer
@@ -97,7 +98,9 @@ def test_logits_by_row_are_those_of_the_model(name: str) -> None:
     torch.testing.assert_close(whole_logits(model, batch), expected)  # nothing is left in the model
 
 
-def test_what_is_not_known_is_computed_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_known_is_computed_as_a_whole(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Squared(LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             outputs = super().forward(*args, **kwargs)
@@ -109,14 +112,18 @@ def test_what_is_not_known_is_computed_as_a_whole(caplog: pytest.LogCaptureFixtu
     batch = batch_of(model)
     torch.testing.assert_close(ByRow(model).rows(batch)(torch.tensor([3, 0])), whole_logits(model, batch)[[3, 0]])
     assert not caplog.records
-    ByRow(model, megabytes=0.01).rows(batch)
+    monkeypatch.setattr(of_rows, "MEGABYTES", 0.01)
+    ByRow(model).rows(batch)
     assert "Squared does something with the results of its output layer" in caplog.text
 
 
 @pytest.mark.parametrize("frozen", [None, "lm_head", "body"])
 @pytest.mark.parametrize("name", ["llama", "capped", "scaled before"])
-def test_gradients_of_chunks_are_those_of_the_whole(name: str, frozen: str | None) -> None:
+def test_gradients_of_chunks_are_those_of_the_whole(
+    name: str, frozen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both losses in float64, chunks of one row."""
+    monkeypatch.setattr(of_rows, "MEGABYTES", 1e-9)
     torch.manual_seed(0)
     task = "seq2seq_lm" if name == "scaled before" else "causal_lm"
     student, teacher = MODELS[name]().double().eval(), MODELS[name]().double().eval()
@@ -130,7 +137,7 @@ def test_gradients_of_chunks_are_those_of_the_whole(name: str, frozen: str | Non
     scales = {
         name: torch.tensor(scale, dtype=torch.float64) for name, scale in (("task_loss", 0.3), ("logits_kl", 0.2))
     }
-    module = StudentWithObjectives(student, objectives, None, megabytes=1e-9)
+    module = StudentWithObjectives(student, objectives, None)
     module.gradient_scale = lambda: 3.0
     loss, figures = module(batch, Teacher(teacher, nullcontext, None)(batch), scales)
     (1.3 * loss).backward()
@@ -155,7 +162,7 @@ def test_what_overflows_in_float16_follows_the_scale() -> None:
     inputs = (60 * torch.randn(8, 16)).half().requires_grad_()
     targets, found = torch.arange(8), {}
     for scale in (2.0**16, 8.0):
-        logits = Rows(inputs, head, 40, 1)
+        logits = Rows(inputs, head, 40)
 
         def loss(some: Tensor, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return F.cross_entropy(some.float(), targets[rows], reduction="sum"), {}
@@ -168,7 +175,7 @@ def test_what_overflows_in_float16_follows_the_scale() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "scaled before"])
-def test_chunks_in_mixed_precision(name: str) -> None:
+def test_chunks_in_mixed_precision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Casts of weights, which autocast keeps, serve all chunks; sums over chunks are in the dtype of the weights."""
     torch.manual_seed(0)
     task = "seq2seq_lm" if name == "scaled before" else "causal_lm"
@@ -176,7 +183,8 @@ def test_chunks_in_mixed_precision(name: str) -> None:
     batch, gradients = batch_of(model), []
     weights = {f"{other}_weight": 0.0 for other in OBJECTIVES} | {"task_loss_weight": 1.0}
     for megabytes in (1e-9, 256):
-        module = StudentWithObjectives(model, build_objectives(recipe_of(task, **weights)), None, megabytes=megabytes)
+        monkeypatch.setattr(of_rows, "MEGABYTES", megabytes)
+        module = StudentWithObjectives(model, build_objectives(recipe_of(task, **weights)), None)
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss, _ = module(batch, None, {"task_loss": torch.tensor(0.1)})
@@ -239,18 +247,17 @@ def stream() -> Any:
 def trained(student: PreTrainedModel, teacher: PreTrainedModel, batch: dict[str, Tensor]) -> None:
     weights = {f"{name}_weight": 0.0 for name in OBJECTIVES} | {"task_loss_weight": 1.0, "logits_kl_weight": 1.0}
     objectives = build_objectives(recipe_of("causal_lm", **weights))
-    module = StudentWithObjectives(student, objectives, None, megabytes=LIMIT)
+    module = StudentWithObjectives(student, objectives, None)
     scales = {name: torch.tensor(0.01) for name in objectives}
     module(batch, Teacher(teacher, nullcontext, None)(batch), scales)[0].backward()
 
 
 def evaluated(student: PreTrainedModel, teacher: PreTrainedModel, batch: dict[str, Tensor]) -> None:
-    of_teacher = Teacher(teacher, nullcontext, None)
-    Evaluator(Accelerator(cpu=True), "causal_lm", of_teacher, megabytes=LIMIT)(student, [batch])
+    Evaluator(Accelerator(cpu=True), "causal_lm", Teacher(teacher, nullcontext, None))(student, [batch])
 
 
 def recalled(student: PreTrainedModel, teacher: PreTrainedModel, batch: dict[str, Tensor]) -> None:
-    assert RecallProbe(StreamWindows(stream(), LENGTH, None), LENGTH, 4, None, None, LIMIT)(student, nullcontext)
+    assert RecallProbe(StreamWindows(stream(), LENGTH, None), LENGTH, None, None)(student, nullcontext)
 
 
 WORK = {
@@ -265,7 +272,7 @@ WORK = {
 
 @pytest.mark.parametrize("name", WORK)
 def test_no_more_than_the_limit_is_alive(name: str, pair: tuple[PreTrainedModel, PreTrainedModel], monkeypatch) -> None:
-    monkeypatch.setattr(ByRow.__init__, "__defaults__", (LIMIT,))
+    monkeypatch.setattr(of_rows, "MEGABYTES", LIMIT)
     student, teacher = pair
     batch = batch_of(student, 4, LENGTH)
     with Alive() as alive:
