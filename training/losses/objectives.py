@@ -172,8 +172,8 @@ def _error_sums(mine: tuple[Tensor, ...], yours: tuple[Tensor, ...], batch: Batc
     for a, b in zip(mine, yours, strict=True):
         weights = token_weights(batch, a.shape[1], is_decoder)
         mask = weights > 0
-        mine, yours = a[mask].float(), b[mask].float()  # [T, D]
-        errors = (mine - yours).square().sum(-1) / yours.square().sum(-1).clamp(min=1e-12)
+        a, b = a[mask].float(), b[mask].float()  # [T, D]
+        errors = (a - b).square().sum(-1) / b.square().sum(-1).clamp(min=1e-12)
         sums.append((errors * weights[mask]).sum())
     return sums
 
