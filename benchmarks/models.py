@@ -22,10 +22,8 @@ LARGE = "Llama 125M"
 
 def gpt2() -> Any:
     """A small GPT-2."""
-    config = GPT2Config(
-        vocab_size=256, n_positions=4096, n_embd=256, n_layer=8, n_head=8, bos_token_id=0, eos_token_id=None
-    )
-    return GPT2LMHeadModel(config)
+    sizes = {"vocab_size": 256, "n_positions": 4096, "n_embd": 96, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=None))
 
 
 def llama(hidden: int, layers: int, heads: int, intermediate: int) -> Any:
@@ -42,21 +40,22 @@ def llama(hidden: int, layers: int, heads: int, intermediate: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def minilm() -> Any:
+def minilm(hidden: int = 384, layers: int = 6) -> Any:
     """MiniLM's layers, with positions for long inputs."""
-    config = BertConfig(
-        hidden_size=384, num_hidden_layers=6, intermediate_size=1536, max_position_embeddings=LONGEST_INPUT
-    )
-    return BertModel(config, add_pooling_layer=False)
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 4 * hidden}
+    return BertModel(BertConfig(**sizes, max_position_embeddings=LONGEST_INPUT), add_pooling_layer=False)
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "GPT-2, 8 layers of 256": gpt2,
     "Llama 15M": lambda: llama(288, 6, 6, 768),
     LARGE: lambda: llama(768, 12, 12, 2048),
     f"{LARGE}, 2 of 12 layers": lambda: llama(768, 2, 12, 2048),
     "MiniLM": minilm,
+    "a small GPT-2": gpt2,
+    "a small Llama": lambda: llama(96, 2, 2, 192),
+    "a small BERT": lambda: minilm(96, 2),
 }
+QUICK = {"large": "a small GPT-2", "small": "a small Llama", "encoder": "a small BERT"}
 LINEAR = {
     "linear elu1": {"mechanism": "linear", "feature_map": "elu1"},
     "linear exp": {"mechanism": "linear", "num_features": 64},

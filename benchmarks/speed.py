@@ -27,6 +27,7 @@ from benchmarks.models import (
     DEFAULT,
     LARGE,
     LINEAR,
+    QUICK,
     SOFTMAX,
     decoder,
     forward_pass,
@@ -208,23 +209,25 @@ def tables_of_attention(size: Callable[[int], int]) -> dict[str, Comparison]:
     }
 
 
-def tables_of_models(size: Callable[[int], int], large: str) -> dict[str, Comparison]:
-    """Whole models, of which `large` is the largest."""
+def tables_of_models(
+    size: Callable[[int], int], large: str = LARGE, small: str = "Llama 15M", encoder: str = "MiniLM"
+) -> dict[str, Comparison]:
+    """Whole models: two decoders and an encoder."""
     reading, training, forms = partial(whole, forward_pass), partial(whole, training_step), DEFAULT | LINEAR
     more = {name: ENCODERS[name] for name in ("hybrid 64 + 1", "linformer 128", "nystrom 64")}
     more["linformer 128"] = {**more["linformer 128"], "projection": "mean-pool"}  # for any length
     texts, contexts = [size(n) for n in (64, 128, 256, 512, 2048, 8192)], [size(512), size(4096), size(32768)]
-    read_text = partial(reading, name="MiniLM", settings=forms | more)
+    read_text = partial(reading, name=encoder, settings=forms | more)
     part = f"{large}, 2 of 12 layers" if large == LARGE else large
     prefill = by_length([size(512), size(2048)], reading, f"{large}, ", name=large, settings=forms)
     prefill |= by_length([size(8192)], reading, f"{part}, ", name=part, settings=forms)
     prefill |= by_length([size(32768)], reading, f"{part}, ", name=part, settings=DEFAULT)
-    trained = by_length([size(512), size(2048)], training, "MiniLM, ", name="MiniLM", settings=forms)
+    trained = by_length([size(512), size(2048)], training, f"{encoder}, ", name=encoder, settings=forms)
     trained |= by_length([size(512), size(1024)], training, f"{large}, ", name=large, settings=DEFAULT)
-    decoding = {f"{name}, {n:,}": partial(steps, name, n) for name in ("Llama 15M", large) for n in contexts}
+    decoding = {f"{name}, {n:,}": partial(steps, name, n) for name in (small, large) for n in contexts}
     return {
         "minilm": Comparison(
-            "MiniLM, tokens of a text",
+            f"{encoder}, tokens of a text",
             SOFTMAX,
             by_length(texts[:4], read_text, controls=True) | by_length(texts[4:], read_text),
             {"default": [1, 1, 1, 1, 1.3, 1], COPY: [None] * 6, LEFT_OUT: [None] * 6},
@@ -237,15 +240,17 @@ def tables_of_models(size: Callable[[int], int], large: str) -> dict[str, Compar
             {"default": [1, 1, 1, 1.1, 1, 1], LEFT_OUT: [None] * 6},
         ),
         "compiled": Comparison(
-            f"a step of Llama 15M, static cache of {size(512)} tokens",
+            f"a step of {small}, static cache of {size(512)} tokens",
             f"{SOFTMAX}, eager",
-            {"a step": partial(compiled, "Llama 15M", size(512))},
+            {"a step": partial(compiled, small, size(512))},
         ),
         "training": Comparison("a training step, tokens", SOFTMAX, trained),
     }
 
 
-def tables_of_bfloat16(size: Callable[[int], int], large: str) -> dict[str, Comparison]:
+def tables_of_bfloat16(
+    size: Callable[[int], int], large: str = LARGE, encoder: str = "MiniLM", **_: str
+) -> dict[str, Comparison]:
     """Whole models in bfloat16 over float32: converted by default, and the originals, whose products are torch's."""
 
     def read(models: Any, form: str, length: int) -> Callable[[], Any]:
@@ -257,7 +262,7 @@ def tables_of_bfloat16(size: Callable[[int], int], large: str) -> dict[str, Comp
     found = {}
     for form, aim in (("default", 1.6), (SOFTMAX, None)):
         texts = [size(64), size(512), size(2048)]
-        cases = by_length(texts, partial(in_both_types, read, "MiniLM", form), "MiniLM, ")
+        cases = by_length(texts, partial(in_both_types, read, encoder, form), f"{encoder}, ")
         cases |= by_length(texts[1:], partial(in_both_types, read, large, form), f"{large}, ")
         cases |= by_length([size(512)], partial(in_both_types, step, large, form), f"{large}, a step at ")
         aims = {"bfloat16": [aim] * 5 + [None if aim is None else 1]}
@@ -267,13 +272,13 @@ def tables_of_bfloat16(size: Callable[[int], int], large: str) -> dict[str, Comp
 
 def main(argv: list[str] | None = None) -> None:
     """Measure all tables, or some."""
-    names = [*tables_of_attention(int), *tables_of_models(int, LARGE), *tables_of_bfloat16(int, LARGE)]
+    names = [*tables_of_attention(int), *tables_of_models(int), *tables_of_bfloat16(int)]
     arguments = parse(__doc__, argv, {"rounds": 1}, tables=names, rounds=25, seconds=5.0)
     unknown = set(arguments.tables) - set(names)
     if unknown:
         raise SystemExit(f"--tables: {', '.join(sorted(unknown))}; allowed are {', '.join(names)}")
-    size, large = ((lambda n: 128 + n // 64), "GPT-2, 8 layers of 256") if arguments.quick else (int, LARGE)
-    made = tables_of_attention(size) | tables_of_models(size, large) | tables_of_bfloat16(size, large)
+    size, models = ((lambda n: 128 + n // 64), QUICK) if arguments.quick else (int, {})
+    made = tables_of_attention(size) | tables_of_models(size, **models) | tables_of_bfloat16(size, **models)
     found = {name: measure(made[name], arguments.rounds, arguments.seconds) for name in arguments.tables}
     save(
         arguments,

@@ -41,8 +41,7 @@ def test_a_quick_run(name, tmp_path, capsys):
 def test_every_table_of_speed(tmp_path):
     speed = importlib.import_module("benchmarks.speed")
     result = run("speed", tmp_path)
-    comparisons = speed.tables_of_attention(int) | speed.tables_of_models(int, speed.LARGE)
-    comparisons |= speed.tables_of_bfloat16(int, speed.LARGE)
+    comparisons = speed.tables_of_attention(int) | speed.tables_of_models(int) | speed.tables_of_bfloat16(int)
     assert list(result["milliseconds"]) == list(comparisons)
     for comparison, table in zip(comparisons.values(), result["tables"], strict=True):
         first, *others = (row[0] for row in table["rows"])
