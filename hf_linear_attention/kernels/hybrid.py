@@ -1105,7 +1105,7 @@ def check_joint(given: HybridArguments, turns_keys: bool = True) -> int:
 def _check_turn(name: str, turn: Tensor | None, rows: int, pairs: Pairs, query: Tensor) -> None:
     if turn is None:
         return
-    check_shape(name, turn, *((batch, rows, turn.shape[-1]) for batch in (1, query.shape[0])), like=query)
+    check_shape(name, turn, *((batch, rows, *turn.shape[-1:]) for batch in (1, query.shape[0])), like=query)
     count, (start, step, distance) = turn.shape[2] // 2, pairs
     is_apart = (step == 1 and distance >= count) or (step == 2 and distance == 1)
     last = start + (count - 1) * step + distance

@@ -76,9 +76,8 @@ class MechanismOptions:
     """Base class of the options of a mechanism, and of what it can do with them; its subclass is a base of its module.
 
     The attributes `supports_<capability>` say what the mechanism can do. If some settings can do less, the class
-    overrides `obstacle`, which every caller asks. `constants`: equal values come out unchanged, because the weights of
-    a query sum to 1. `weights`: there is one matrix of weights per head. `state`: the causal form decodes from a state
-    of constant size. `alibi`: ALiBi is honoured exactly.
+    overrides `obstacle`, which every caller asks. `weights`: there is one matrix of weights per head. `state`: the
+    causal form decodes from a state of constant size. `alibi`: ALiBi is honoured exactly.
     """
 
     options: ClassVar[dict[str, Option]] = {}
@@ -88,7 +87,6 @@ class MechanismOptions:
     supports_padding: ClassVar[bool] = False
     supports_state: ClassVar[bool] = False
     supports_gqa: ClassVar[bool] = False
-    supports_constants: ClassVar[bool] = False
     supports_weights: ClassVar[bool] = True
     supports_alibi: ClassVar[bool] = False
 
@@ -221,7 +219,7 @@ class LinearOptions(MechanismOptions):
         **ROPE_OPTIONS,
     }
     supports_causal = supports_bidirectional = supports_cross = supports_padding = supports_state = True
-    supports_gqa = supports_constants = supports_alibi = True
+    supports_gqa = supports_alibi = True
 
     @classmethod
     def traits(cls, settings: Mapping[str, Any]) -> FeatureMapTraits:
@@ -290,12 +288,9 @@ class PerformerOptions(LinearOptions):
 
     @classmethod
     def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
-        """`trig` has no causal form, no state, and weights that may cancel."""
-        if settings["features"] == "trig":
-            if capability in ("causal", "state"):
-                return f"with `features` = `trig`, whose early denominators may be negative, has no {capability} form"
-            if capability == "constants":
-                return "with `features` = `trig` has weights that may cancel"
+        """`trig` has no causal form and no state."""
+        if settings["features"] == "trig" and capability in ("causal", "state"):
+            return f"with `features` = `trig`, whose early denominators may be negative, has no {capability} form"
         return super().obstacle(capability, settings)
 
     @classmethod
@@ -333,7 +328,7 @@ class LinformerOptions(MechanismOptions):
         ),
         "seed": Option(int, 0, "seed of the random projections", minimum=0, needs={"projection": ("random",)}),
     }
-    supports_bidirectional = supports_padding = supports_gqa = supports_constants = True
+    supports_bidirectional = supports_padding = supports_gqa = True
 
     @classmethod
     def projection_kind(cls, settings: Mapping[str, Any]) -> str:
@@ -359,13 +354,6 @@ class LinformerOptions(MechanismOptions):
             problems.append(f"`projection_size` = {sizes} must be one number where `projection_sharing` = `layerwise`")
         return problems
 
-    @classmethod
-    def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
-        """Only mean-pool keeps constants."""
-        if capability == "constants" and cls.projection_kind(settings) != "mean-pool":
-            return "has an F whose rows need not sum to 1"
-        return super().obstacle(capability, settings)
-
 
 class LinformerLinearOptions(LinformerOptions):
     """The options of `linformer_linear`, and what it can do with them."""
@@ -385,11 +373,6 @@ class LinformerLinearOptions(LinformerOptions):
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
         """The problems of both parts, compression and feature map."""
         return super().problems(settings, max_length) + LinearOptions.problems(settings, max_length)
-
-    @classmethod
-    def obstacle(cls, capability: str, settings: Mapping[str, Any]) -> str | None:
-        """The normalisation keeps constants, whatever E and F are."""
-        return None if capability == "constants" else super().obstacle(capability, settings)
 
 
 class NystromOptions(MechanismOptions):
@@ -425,7 +408,7 @@ class LatentOptions(MechanismOptions):
         ),
         "seed": Option(int, 0, "seed of the latents' initialisation", minimum=0),
     }
-    supports_bidirectional = supports_cross = supports_padding = supports_gqa = supports_constants = True
+    supports_bidirectional = supports_cross = supports_padding = supports_gqa = True
 
 
 class AftOptions(MechanismOptions):
@@ -504,7 +487,7 @@ class WindowOptions(MechanismOptions):
         "trained_length": TRAINED_LENGTH_OPTION,
     }
     supports_causal = supports_bidirectional = supports_padding = supports_state = True
-    supports_gqa = supports_constants = supports_alibi = True
+    supports_gqa = supports_alibi = True
 
     @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:

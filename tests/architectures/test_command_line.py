@@ -60,14 +60,8 @@ def test_what_is_refused_says_what_to_do(tmp_path):
         ("t5", "AutoModelForSeq2SeqLM", "distil_seq2seq_lm.yaml"),
         ("bart", "AutoModel", None),
         ("bert", "AutoModelForTokenClassification", None),
-        ("bert", "AutoModelForQuestionAnswering", None),
-        ("bert", "AutoModelForMultipleChoice", None),
         ("vit", "AutoModel", "distil_image_embedding.yaml"),
-        ("yolos", "AutoModelForObjectDetection", None),
         ("wav2vec2", "AutoModelForCTC", None),
-        ("whisper", "AutoModelForSpeechSeq2Seq", None),
-        ("wav2vec2", "AutoModel", None),
-        ("wav2vec2", "AutoModelForAudioClassification", None),
     ],
 )
 def test_the_hint_after_a_conversion_names_the_recipe_of_the_head(model_type, head, recipe):

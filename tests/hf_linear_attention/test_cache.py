@@ -108,7 +108,7 @@ def test_a_step_does_not_write_over_a_state_that_a_graph_may_need():
     assert all(map(torch.equal, state, values))
 
 
-def test_an_emptied_cache_takes_any_rows():
+def test_an_emptied_cache_takes_any_rows_which_can_be_repeated_and_chosen():
     model = build("hybrid")
     cache = recording_cache(model)
     read(model, IDS[:1, :5], cache)
@@ -116,6 +116,10 @@ def test_an_emptied_cache_takes_any_rows():
     torch.testing.assert_close(read(model, IDS, cache).logits, read(model, IDS).logits)
     cache.reset()
     torch.testing.assert_close(read(model, IDS[:2], cache).logits, read(model, IDS[:2]).logits)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    cache.crop(-4)
+    goes_on(model, cache, 2)
 
 
 @pytest.mark.parametrize("cross", [True, False])

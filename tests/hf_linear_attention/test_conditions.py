@@ -1,5 +1,5 @@
 """Every mechanism where something around it is unusual: the default dtype and device, fake tensors, autocast, vmap,
-torch.export, second derivatives. It computes what it always computes, or refuses clearly."""
+second derivatives. It computes what it always computes, or refuses clearly."""
 
 from __future__ import annotations
 
@@ -159,26 +159,6 @@ def test_functional_derivatives(row):
     expected = torch.autograd.functional.jacobian(lambda *given: oracle(*given).sum(dim=(0, 2, 3)), wide)
     for actual, wanted in zip(jacobians, expected):
         assert relative_error(actual, wanted) < 1e-4
-
-
-class Layer(torch.nn.Module):
-    def __init__(self, mechanism, is_causal):
-        super().__init__()
-        self.mechanism, self.is_causal = mechanism, is_causal
-
-    def forward(self, *given):
-        return attend(self.mechanism, *given, is_causal=self.is_causal)[0]
-
-
-@torch.no_grad()
-def test_export():
-    """As operations of torch alone."""
-    row = "hybrid"
-    mechanism, is_causal, inputs = build_mechanism(row), forms(row)[0], qkv(21, std=4.0, seed=1)
-    program = torch.export.export(Layer(mechanism, is_causal), (*qkv(21), MASK), strict=False)
-    assert not [node for node in program.graph.nodes if "hf_linear_attention" in str(node.target)]
-    actual = program.module()(*inputs, MASK)
-    assert relative_error(actual, exact(row, mechanism, *inputs, MASK, is_causal)) < 1e-5
 
 
 # Softmax with few keys or queries uses torch's fused kernel, which has no second derivatives and says so.

@@ -1,15 +1,13 @@
-"""What only mechanisms of encoders have: starts, sizes, where they are exact, and the ways of `window` there."""
+"""What only mechanisms of encoders have: starts, sizes, and where they are exact."""
 
 from __future__ import annotations
 
-import oracles
 import pytest
 import reference
 import torch
-from matrix import SCALING, attend, build_mechanism, mechanism_of, padding, qkv, stock_model
+from matrix import attend, build_mechanism, mechanism_of, qkv, stock_model
 
 from hf_linear_attention import LinearAttentionSettings, convert
-from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.mechanisms.nystrom import iterative_pinv
 
 
@@ -122,26 +120,3 @@ def test_the_formula_itself_is_near_exact_with_as_many_landmarks_as_tokens():
     torch.testing.assert_close(inverse, torch.linalg.pinv(matrix.detach()), rtol=1e-4, atol=1e-4)
     inverse.sum().backward()
     assert matrix.grad.isfinite().all()
-
-
-# Up to two windows of 8 torch computes all weights, and up to four without kernels; then one kernel, or blocks of 64.
-@pytest.mark.parametrize("has_kernels", [True, False])
-@pytest.mark.parametrize("kind", ["interior", "nothing"])
-@pytest.mark.parametrize("length", [8, 16, 17, 50, 150])
-def test_windows_of_encoders(length, kind, has_kernels, monkeypatch):
-    if not has_kernels:
-        monkeypatch.setattr(kernels_cpu, "library", lambda: None)
-    mask = torch.tensor([[True], [False]]).expand(2, length) if kind == "nothing" else padding(length, kind)
-    for sinks in (0, 1, 3):
-        mechanism = mechanism_of({"mechanism": "window", "window_size": 8, "num_sinks": sinks})
-        given = [x.requires_grad_() for x in qkv(length, std=2.0)]
-        wide = [x.detach().double().requires_grad_() for x in given]
-        output = attend(mechanism, *given, mask, is_causal=False)[0]
-        expected = oracles.window(mechanism, *wide, mask, False, SCALING).transpose(1, 2)
-        direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
-        found = torch.autograd.grad((output * direction).sum(), given)
-        exact = torch.autograd.grad((expected * direction).sum(), wide)
-        with torch.no_grad():
-            again = attend(mechanism, *given, mask, is_causal=False)[0]
-        for a, e in zip((output, again, *found), (expected, expected, *exact)):
-            torch.testing.assert_close(a.double(), e, rtol=1e-5, atol=1e-5)  # float32

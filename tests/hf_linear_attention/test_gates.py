@@ -14,7 +14,6 @@ from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.architectures import attention_modules, refuse_without_hidden_states
 from hf_linear_attention.attention_observation import observe_attention
 from hf_linear_attention.configuration_linear_attention import LinearAttentionSettings
-from hf_linear_attention.mechanisms import linear as mechanism_linear
 from hf_linear_attention.mechanisms.base import LayerShape
 from hf_linear_attention.mechanisms.gated_delta import GatedDeltaAttention
 from hf_linear_attention.mechanisms.token_gates import INITIAL_SLOPE
@@ -163,22 +162,6 @@ def test_it_serves_the_decoder_of_an_encoder_decoder():
         part = decoder(ids, decoder_input_ids=ids[:, :4], use_cache=True)
         rest = decoder(ids, decoder_input_ids=ids[:, 4:], **past(cache_of(part))).logits
     assert_close(rest, whole[:, 4:])
-
-
-@pytest.mark.parametrize("row", ["linear-gated", "linear-gated-hedgehog", "linear-input-gate"])
-def test_parts_of_a_long_input_change_nothing(row, monkeypatch):
-    mechanism, inputs = build_mechanism(row, dtype=torch.float64), qkv(53, dtype=torch.float64)
-    mask, weight = torch.ones(2, 53, dtype=torch.bool), torch.randn(2, 53, 4, 8, dtype=torch.float64)
-    mask[0, 4:13] = False
-
-    def computed():
-        leaves = [x.requires_grad_() for x in inputs]
-        output, state = attend(mechanism, *leaves, mask)
-        return [output, *state, *torch.autograd.grad((output * weight).sum(), [*leaves, *mechanism.parameters()])]
-
-    whole = computed()
-    monkeypatch.setattr(mechanism_linear, "TOKENS_PER_PART", 6)
-    torch.testing.assert_close(computed(), whole)
 
 
 @torch.no_grad()

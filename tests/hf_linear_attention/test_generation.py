@@ -9,7 +9,7 @@ import pytest
 import torch
 from caches import cache_of, past
 from matrix import MECHANISM_ROWS, recording_cache, stock_model
-from transformers import StaticCache, WhisperConfig, WhisperForConditionalGeneration
+from transformers import WhisperConfig, WhisperForConditionalGeneration
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from hf_linear_attention import convert
@@ -157,23 +157,6 @@ def test_whisper_returns_its_outputs_one_by_one(cross_attention: bool):
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_the_state_does_not_grow(name):
-    model, sizes = build(name), []
-    for length in (3, 40):
-        cache = cache_of(model(torch.randint(3, 64, (1, length)), use_cache=True))
-        assert cache.get_seq_length() == length
-        sizes.append([layer.state_bytes() for layer in cache.layers])
-    assert sizes[0] == sizes[1]
-    # [Hkv, F, D + 2] float32: 2 key/value heads, 16 features, head_dim 8, Z and the running maximum
-    expected = 2 * 16 * (8 + 2) * 4
-    if name == "gated_delta":  # [Hkv, D, D], and two tokens of queries, keys and values
-        expected = 2 * 8 * 8 * 4 + 2 * 8 * (4 + 2 + 2) * 4
-    if name == "hybrid":  # 4 + 2 keys and values, one byte for each place of the window, and the count
-        expected += 2 * (4 + 2) * 2 * 8 * 4 + 4 + 8
-    assert sizes[0] == [expected] * 3
-
-
-@pytest.mark.parametrize("name", STATES)
 @torch.no_grad()
 def test_crop_is_exact_also_once_saved(name, tmp_path):
     model, ids = build(name), torch.randint(3, 64, (2, 20))
@@ -205,33 +188,3 @@ def test_crop_is_exact_also_once_saved(name, tmp_path):
         cache.crop(-9)
     with pytest.raises(ValueError, match="negative number"):
         cache.crop(3)
-
-
-@pytest.mark.parametrize("name", STATES)
-@torch.no_grad()
-def test_batch_operations_move_the_state(name):
-    model, ids = build(name), torch.randint(3, 64, (2, 8))
-    cache = cache_of(model(ids[:, :6], use_cache=True))
-    cache.reorder_cache(torch.tensor([1, 0]))
-    swapped = model(ids[[1, 0], 6:], **past(copy.deepcopy(cache))).logits
-    torch.testing.assert_close(swapped, model(ids[[1, 0]]).logits[:, 6:], rtol=1e-4, atol=1e-4)
-    cache.batch_repeat_interleave(2)
-    cache.batch_select_indices(torch.tensor([0, 3]))
-    selected = model(ids[[1, 0], 6:], **past(cache)).logits
-    torch.testing.assert_close(selected, swapped, rtol=1e-4, atol=1e-4)
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    torch.testing.assert_close(model(ids, **past(cache)).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", STATES)
-@torch.no_grad()
-def test_a_static_cache_keeps_its_addresses(name):
-    model, ids = build(name), torch.randint(3, 64, (1, 12))
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    model(ids[:, :6], **past(cache))
-    addresses = [layer.state[0].data_ptr() for layer in cache.layers]
-    logits = [model(ids[:, step : step + 1], **past(cache)).logits for step in range(6, 12)]
-    assert [layer.state[0].data_ptr() for layer in cache.layers] == addresses
-    expected = model(ids, use_cache=False).logits[:, 6:]
-    torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-4)

@@ -104,14 +104,21 @@ def refuse(event, given):
         raise AssertionError(f"{event} {given}")
 import torch
 sys.addaudithook(refuse)
+import hf_linear_attention
+from hf_linear_attention.kernels import operators as first
+for name in [name for name in sys.modules if name.startswith("hf_linear_attention")]:
+    del sys.modules[name]
+import hf_linear_attention
+from hf_linear_attention.kernels import operators as second
 from hf_linear_attention.torch_kernels.attention import kernel_attention
-x = torch.rand(1, 2, 5, 8)
-kernel_attention(x, x, x, log_features=False, is_causal=True)
+assert first is not second and first.OPERATORS is second.OPERATORS is torch.ops.hf_linear_attention
+x = torch.rand(1, 2, 40, 8, requires_grad=True)
+kernel_attention(x, x, x, log_features=False, is_causal=True)[0].sum().backward()
+assert x.grad.isfinite().all()
 """
 
 
-def test_nothing_is_compiled_or_written_at_run_time(tmp_path):
-    """The first forward pass starts no process and writes no file outside of Python's own."""
+def test_a_first_call_compiles_and_writes_nothing_and_a_second_import_registers_no_operator_again(tmp_path):
     places = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     command = [sys.executable, "-c", RUN]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | places, timeout=120)

@@ -1,10 +1,9 @@
-"""The kernels as operators of torch: opcheck, the thread of their gradients, two versions at a time."""
+"""The kernels as operators of torch: opcheck, and the thread of their gradients."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -62,7 +61,9 @@ def test_opcheck(name):
     for x in given if name in HAVE_GRADIENTS else ():
         if isinstance(x, torch.Tensor) and x.is_floating_point():
             x.requires_grad_()
-    torch.library.opcheck(function, given)
+    is_compiled = name in [f"{other}_backward" for other in HAVE_GRADIENTS]  # in test_graphs.py
+    checks = {"test_utils": ("test_schema", "test_faketensor")} if is_compiled else {}
+    torch.library.opcheck(function, given, **checks)
 
 
 @pytest.mark.parametrize(("row", "mode"), [("hybrid", Recorder), ("gated_delta", contextlib.nullcontext)])
@@ -79,25 +80,3 @@ def test_gradients_in_torch_are_computed_by_the_thread_that_asks(row, mode, monk
     with mode():
         torch.autograd.grad(output.square().sum(), inputs)
     assert threads == {threading.get_ident()}
-
-
-TWICE = """
-import sys, torch
-import hf_linear_attention
-from hf_linear_attention.kernels import operators as first
-for name in [name for name in sys.modules if name.startswith("hf_linear_attention")]:
-    del sys.modules[name]
-import hf_linear_attention
-from hf_linear_attention.kernels import operators as second
-from hf_linear_attention.torch_kernels.attention import kernel_attention
-assert first is not second and first.OPERATORS is second.OPERATORS is torch.ops.hf_linear_attention
-x = torch.randn(1, 2, 40, 8, requires_grad=True)
-output, _ = kernel_attention(x, x, x, log_features=True, is_causal=True)
-output.sum().backward()
-assert x.grad.isfinite().all()
-"""
-
-
-def test_operators_are_registered_once_whatever_is_imported_twice():
-    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr

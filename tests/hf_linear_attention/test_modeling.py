@@ -44,7 +44,7 @@ def test_softmax_attention_gives_back_the_original(family):
     assert all(torch.equal(a, b) for a, b in zip(actual.hidden_states, expected.hidden_states))
 
 
-@pytest.mark.parametrize("family", ["bert", "vit", "llama"])
+@pytest.mark.parametrize("family", ["bert", "vit"])
 def test_every_head_loads_through_its_auto_class(family, tmp_path):
     config = hf_linear_attention.convert_config(stock_config(family), mechanism="performer", num_features=8)
     for auto_class, stock in model_heads(family).items():
@@ -161,3 +161,22 @@ def test_torch_compile_of_the_whole_forward():
     real = inputs["attention_mask"].bool()
     actual, expected = outputs(compiled, inputs)[real], outputs(model, inputs)[real]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_backend_takes_the_place_of_the_mechanism():
+    """That of an engine that keeps the states of its requests itself."""
+    model = convert(stock_model("llama"), mechanism="linear")
+    ids, seen, modules = torch.arange(12, dtype=torch.long)[None], [], [x.self_attn for x in model.model.layers]
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        for module in modules:
+
+            def compute(inputs, mechanism=module.linear_attention):
+                seen.append(inputs)
+                return mechanism(inputs)[0]
+
+            module.linear_attention_backend = compute
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+        model(ids[:, :1], use_cache=False)
+    assert len(seen) == 2 * len(modules)
+    assert all(inputs.positions is None for inputs in seen)

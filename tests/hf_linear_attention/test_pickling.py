@@ -20,16 +20,19 @@ from hf_linear_attention.modeling_linear_attention import linear_attention_modul
 
 ROOT = Path(hf_linear_attention.__file__).parents[1]
 IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(3))
-# A model, and an attention module of it alone.
+# A config, with which vLLM's processes start, a model, and an attention module of it alone.
 LOADER = """
-import pickle, sys, torch
+import pickle, sys, torch, transformers
 for folder in sys.argv[1:]:
+    with open(f"{folder}/config.pkl", "rb") as file:
+        config = pickle.load(file)
+    assert type(config) in transformers.AutoModel._model_mapping
     model = torch.load(f"{folder}/model.pt", weights_only=False)
     with torch.no_grad():
         outputs = model(**torch.load(f"{folder}/inputs.pt"))
     torch.save(outputs[0], f"{folder}/outputs.pt")
-    with open(f"{folder}/parts.pkl", "rb") as file:
-        config, module = pickle.load(file)
+    with open(f"{folder}/module.pkl", "rb") as file:
+        module = pickle.load(file)
     print(*(type(part).__name__ for part in (model, config, module)), len(list(module.parameters())))
 """
 
@@ -50,7 +53,8 @@ def test_a_saved_model_loads_where_none_was_made(tmp_path):
         module = list(linear_attention_modules(model).values())[-1]
         torch.save(model, folder / "model.pt")
         torch.save(given, folder / "inputs.pt")
-        (folder / "parts.pkl").write_bytes(pickle.dumps((model.config, module)))
+        (folder / "config.pkl").write_bytes(pickle.dumps(model.config))
+        (folder / "module.pkl").write_bytes(pickle.dumps(module))
         parts = [type(part).__name__ for part in (model, model.config, module)]
         with torch.no_grad():
             expected[folder] = [*parts, str(len(list(module.parameters())))], model(**given)[0]

@@ -22,11 +22,13 @@ IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(3))
 MASK = torch.ones_like(IDS).index_put((torch.tensor([0, 0]), torch.tensor([0, 1])), torch.tensor(0))
 POSITIONS = (MASK.cumsum(dim=1) - 1).clamp(min=0)  # as `generate` counts them
 PROMPT = 12
+HYBRID = {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 16}
 CASES = {
     "linear": ("llama", {"mechanism": "linear", "num_features": 16}),
-    "hybrid": ("llama", {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 16}),
+    "hybrid": ("llama", HYBRID),
     "softmax-left": ("gpt2", {"mechanism": "performer", "num_features": 16, "layers": [0, 2]}),
     "softmax-first": ("llama", {"mechanism": "linear", "num_features": 16, "layers": [1, 2]}),
+    "mixed": ("llama", {"settings": [HYBRID | {"layers": [0]}, MECHANISM_ROWS["performer"] | {"layers": [1]}]}),
     **{row: ("llama", MECHANISM_ROWS[row]) for row in ("aft-local", "linear-decay", "window")},
 }
 
@@ -96,7 +98,7 @@ def test_the_state_of_another_model_is_refused_by_what_differs(tmp_path):
 
     types = "`model_type` is 'linear_llama', the model's is 'linear_gpt2'; `linear_attention` is"
     refuses(build("softmax-left"), types)
-    refuses(build("softmax-first"), "another model in .*: `linear_attention` is {.*'layers': 'all'")
+    refuses(build("mixed"), r"another model in .*`linear_attention` is \{.*\}, the model's is \[\{'mechanism'")
     refuses(copy.deepcopy(model).to(torch.bfloat16), "`dtype` is 'torch.float32', the model's is 'torch.bfloat16'")
     changed = copy.deepcopy(model)
     load_prompt_state(changed, path)
@@ -109,9 +111,6 @@ def test_the_state_of_another_model_is_refused_by_what_differs(tmp_path):
     load_prompt_state(changed, path)
     weight.data *= 1.01  # torch does not count this
     refuses(changed, "another model in .*: `weights` is")
-
-
-HYBRID = {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 16}
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +156,8 @@ def damage(match):
 def test_a_truncated_file(model, path):
     path.write_bytes(path.read_bytes()[:-1])
     refuses(model, path, damage(r"it is not a complete safetensors file \(.*\)"))
+    save_file({"0.state.0": torch.ones(2)}, path, metadata={"prompt_state": "[" * 100_000})
+    refuses(model, path, "a damaged prompt state in .*its metadata is not JSON")
 
 
 def test_a_flipped_bit_anywhere(model, path):
@@ -171,47 +172,29 @@ def test_a_flipped_bit_anywhere(model, path):
     refuses(model, path, damage("its checksum"))
 
 
-@pytest.mark.parametrize(
-    ("version", "match"), [(2, r"in format version 2, .* up to 1\. Upgrade"), ("1", "'1'"), (None, "None")]
-)
-def test_format_versions(model, path, version, match):
-    rewrite(path, {"format_version": version})
+# How metadata and tensors of a file are changed, with a checksum of what it holds then, and what is said of it.
+CHANGES = [
+    ({"format_version": 2}, {}, r"in format version 2, .* up to 1\. Upgrade"),
+    ({"format_version": None}, {}, "None"),
+    *(({"num_tokens": value}, {}, damage("`num_tokens` is .*, but must be an integer")) for value in (None, True, -1)),
+    ({"weights": None}, {}, "of another model in .*`weights` is None"),
+    ({}, {"0.state.6": lambda x: None}, damage(r"it lacks 0\.state\.6, and this model makes no other one")),
+    ({}, {"2.state.0": torch.Tensor.double}, damage("`2.state.0` is .* in torch.float64")),
+    ({}, {"0.state.6": lambda x: torch.tensor(3)}, damage("rows, but must all have the same number")),
+    ({}, {"2.state.0": lambda x: x[:1]}, damage(r"its tensors have \[1, 2\] rows")),
+    ({}, {"1.keys": lambda x: x[:, :, 1:].contiguous()}, damage(r"`1.keys` is \[2, 2, 11, 8\]")),
+    ({}, {"1.state.0": lambda _: torch.ones(2, 1)}, damage(r"this model makes no 1\.state\.0")),
+    ({}, {"0.state.6": lambda x: x - 99}, damage(r"`0.state.6` holds -87 to -87, .* 0 to 12")),
+]
+
+
+@pytest.mark.parametrize(("about", "changes", "match"), CHANGES)
+def test_what_this_model_does_not_write(model, path, about, changes, match):
+    tensors = content(path)[1]
+    changed = {name: change(tensors.get(name)) for name, change in changes.items()}
+    kept = {name: x for name, x in changed.items() if x is not None}
+    rewrite(path, about, kept, drop=changed.keys() - kept.keys())
     refuses(model, path, match)
-
-
-@pytest.mark.parametrize(
-    ("about", "drop", "match"),
-    [
-        *(({"num_tokens": value}, (), "`num_tokens` is .*, but must be an integer") for value in (None, True, -1)),
-        ({}, ["weights"], "of another model in .*`weights` is None"),
-        ({}, ["0.state.6"], r"it lacks 0\.state\.6, and this model makes no other one"),
-    ],
-)
-def test_numbers_and_tensors_that_are_wrong_or_missing(model, path, about, drop, match):
-    rewrite(path, about, drop=drop)
-    refuses(model, path, match)
-    save_file(content(path)[1], path, metadata={"prompt_state": "[" * 100_000})
-    refuses(model, path, "a damaged prompt state in .*its metadata is not JSON")
-
-
-# How the tensors of a file are changed, and what is said of it.
-CHANGES = {
-    "another dtype": (lambda t: {"2.state.0": t["2.state.0"].double()}, "`2.state.0` is .* in torch.float64"),
-    "a number": (lambda t: {"0.state.6": torch.tensor(3)}, r"rows, but must all have the same number"),
-    "fewer rows": (lambda t: {"2.state.0": t["2.state.0"][:1]}, r"its tensors have \[1, 2\] rows"),
-    "fewer softmax keys": (lambda t: {"1.keys": t["1.keys"][:, :, 1:]}, r"`1.keys` is \[2, 2, 11, 8\]"),
-    "a state for softmax": (lambda t: {"1.state.0": t["0.state.0"]}, r"this model makes no 1\.state\.0"),
-    "a count below 0": (lambda t: {"0.state.6": t["0.state.6"] - 99}, r"`0.state.6` holds -87 to -87, .* 0 to 12"),
-}
-
-
-@pytest.mark.parametrize("case", CHANGES)
-def test_tensors_that_this_model_does_not_make(model, path, case):
-    """With a checksum of what the file holds, so that only this protects."""
-    change, match = CHANGES[case]
-    tensors = {name: x.contiguous() for name, x in change(content(path)[1]).items()}
-    rewrite(path, tensors=tensors)
-    refuses(model, path, damage(match))
 
 
 @pytest.mark.parametrize("row", ["aft-conv", "linear-gated", "hybrid", "gated_delta-conv"])
@@ -229,20 +212,6 @@ def test_every_tensor_of_every_mechanism_is_checked(row, tmp_path):
     for name, tensor in tensors.items():
         rewrite(path, about, {**tensors, name: torch.cat((tensor, tensor[..., :1]), dim=-1)})
         refuses(model, path, damage(f"`{name}` is "))
-
-
-@torch.no_grad()
-def test_layers_with_different_mechanisms(model, path, tmp_path):
-    """Layer 2 stays softmax."""
-    settings = [{**HYBRID, "layers": [0]}, {"mechanism": "performer", "num_features": 16, "layers": [1]}]
-    mixed, mixed_path = convert(stock_model("llama"), settings=settings), tmp_path / "mixed.safetensors"
-    cache = cache_of(mixed(IDS[:, :PROMPT]))
-    save_prompt_state(mixed, cache, mixed_path)
-    restored = load_prompt_state(mixed, mixed_path)
-    outputs = [mixed(IDS[:, PROMPT:], **past(state)).logits for state in (restored, cache)]
-    assert torch.equal(*outputs)
-    refuses(mixed, path, r"another model in .*`linear_attention` is \{.*\}, the model's is \[\{'mechanism'")
-    refuses(model, mixed_path, r"another model in .*`linear_attention` is \[\{.*\}\], the model's is \{'mechanism'")
 
 
 @pytest.mark.parametrize("fault", ["write", "rename"])

@@ -34,10 +34,7 @@ MECHANISMS = {
 }
 
 
-FURTHER = {
-    "no exact keys": {**MECHANISMS["hybrid"], "num_exact_keys": 0},
-    "qwen3_5": {"mechanism": "gated_delta", "form": "qwen3_5"},
-}
+QWEN = {"qwen3_5": {"mechanism": "gated_delta", "form": "qwen3_5"}}
 # Scores, which attention transfer alone trains, and projections that only softmax attention reads.
 FROZEN = {"hybrid": {"score_projection", "score_slope"}, "qwen3_5": {"weight"}}
 
@@ -119,9 +116,9 @@ def test_a_mask_that_does_not_tell_positions_is_warned_of_once(caplog):
 
 
 @pytest.mark.parametrize("length", [1, 20])
-@pytest.mark.parametrize("name", [*MECHANISMS, *FURTHER])
+@pytest.mark.parametrize("name", [*MECHANISMS, *QWEN])
 def test_every_trainable_parameter_gets_a_gradient(name, length):
-    model = convert(stock_model("llama"), **(MECHANISMS | FURTHER)[name]).train()
+    model = convert(stock_model("llama"), **(MECHANISMS | QWEN)[name]).train()
     ids = IDS[:, :length].repeat(2, 1)
     model(ids, labels=ids).loss.backward() if length > 1 else model(ids).logits.sum().backward()
     assert not [name for name, x in model.named_parameters() if x.requires_grad and x.grad is None]
@@ -143,16 +140,6 @@ def test_offloaded_weights_are_brought(name, offload, tmp_path):
         assert torch.equal(model(IDS).logits, logits)
     assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0), text)
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-@torch.no_grad()
-def test_none_is_a_default(monkeypatch):
-    monkeypatch.setattr("hf_linear_attention.attention.long_inputs.LONGEST_UNDIVIDED", 8)
-    monkeypatch.setattr("hf_linear_attention.attention.long_inputs.CHUNK_SIZE", 6)
-    model = convert(stock_model("llama"), **MECHANISMS["linear"])
-    output = model(IDS, return_dict=None, use_cache=None, labels=None)
-    assert output.logits.shape == (1, 20, 64)
-    torch.testing.assert_close(output.logits[:, :8], model(IDS[:, :8]).logits, **TOLERANCE)
 
 
 @torch.no_grad()

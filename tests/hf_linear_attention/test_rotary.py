@@ -127,6 +127,18 @@ def test_many_tokens_and_every_split_are_the_oracle(backend, settings, is_interl
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[4]], ids=str)
+def test_steps_far_from_the_start_are_the_form_of_many_tokens(settings, backend):
+    """After a million tokens, float32 angles are 1e-3 of a turn apart, so turns have to be reduced in float64."""
+    mechanism, inputs, state, outputs = build(settings), qkv(14, dim=DIM), None, []
+    positions = (torch.arange(14) + 1_000_003).expand(2, -1).int()
+    for *one, place in zip(*(x.split(1, dim=2) for x in inputs), positions.split(1, dim=1)):
+        output, state = run(mechanism, *one, place, state=state)
+        outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs, dim=1), run(mechanism, *inputs, positions)[0], **TOLERANCE)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("settings", [row for row in SETTINGS if "decay" not in row], ids=str)  # nor exact keys
 def test_the_bidirectional_form_is_the_oracle(backend, settings):
     mechanism, (query, key, value) = build(settings, is_causal=False), qkv(40, dim=DIM)

@@ -236,6 +236,7 @@ def exact_in_torch(given, exact):
     exponents = [feature_map.features(x, y) for x, y in zip((far_query[:, :, first:], key), maps)]
     decay = torch.zeros(heads) if given.log_decay is None else given.log_decay
     exponents[1] = exponents[1] + decay[:, None, None] * ages.unsqueeze(3)
+    is_gone = is_gone[:, 0]  # all heads have as many keys
     far = (*exponents, value, is_gone, given.log_decay, given.state, *[None] * 4, EXP, True)
     far, total, scale, state = kernels.in_torch(*far, plain=True)
     half = query.square().sum(dim=-1, keepdim=True) * (given.scaling / 2)
@@ -258,7 +259,7 @@ def chosen(rows, real, number):
     score, age = rows[2][..., 0], rows[3][..., 0]
     (batch, heads, total), length = score.shape, real.shape[1]
     gone, ages, seen = score.new_zeros(batch, heads, length).long(), score.new_zeros(batch, heads, length), []
-    is_gone, kept, kept_age = torch.zeros(real.shape).bool(), gone.new_zeros(batch, heads, number), []
+    is_gone, kept, kept_age = torch.zeros(gone.shape).bool(), gone.new_zeros(batch, heads, number), []
     for b, h in itertools.product(range(batch), range(heads)):
         empty = {place for place in range(number) if not age[b, h, place]}
         own = [-math.inf if place in empty else x for place, x in enumerate(score[b, h].tolist())]
@@ -271,7 +272,7 @@ def chosen(rows, real, number):
                 out = max(held, key=lambda place: (-own[place], place))
                 held.remove(out)
                 if out not in empty:
-                    gone[b, h, t], ages[b, h, t], is_gone[b, t] = out, count - left[out], True
+                    gone[b, h, t], ages[b, h, t], is_gone[b, h, t] = out, count - left[out], True
             seen.append([place in held and place not in empty for place in range(total)])
         kept[b, h] = torch.tensor(held)
         kept_age.append([0 if place in empty else count - left[place] + 1 for place in held])
@@ -380,17 +381,11 @@ def kept_and_gone(t, ordinary):
     place = t["window_position"][:, None, :1, None].expand(-1, heads, -1, -1) if "window_position" in t else nothing
     oldest += [nothing.int(), place]
     older = [t.get(name, x.new_zeros(*x.shape[:2], count, x.shape[3])) for name, x in zip(KEPT, oldest)]
-    ordinary = ordinary[:, None, :, None]
-    score = torch.cat((older[2].masked_fill(older[3] == 0, -math.inf), oldest[2]), dim=2).squeeze(3)
-    smallest = count - score.flip(2).sort(dim=2, stable=True).indices[..., :1]  # the latest of equal ones
-    number = torch.where(ordinary[..., 0], smallest, count)
-    others = torch.arange(count).expand(*number.shape[:2], -1)
-    others = others + (others >= number)
     rows = [torch.cat(pair, dim=2) for pair in zip(older, oldest)]
-    gone = [x.gather(2, number.unsqueeze(3).expand(-1, -1, -1, x.shape[3])) for x in rows]
-    rows[3] = torch.cat((older[3] + (ordinary & (older[3] != 0)), torch.ones_like(oldest[3])), dim=2).int()
-    kept = [x.gather(2, others.unsqueeze(3).expand(-1, -1, -1, x.shape[3])) for x in rows]
-    return gone, kept, ordinary & ((number.unsqueeze(3) == count) | (gone[3] != 0))
+    out, age, is_gone, _, held, held_age = chosen(rows, ordinary, count)
+    gone, kept = at_places(rows, out), at_places(rows, held)
+    gone[3], kept[3] = age.unsqueeze(3), held_age.unsqueeze(3)
+    return gone, kept, is_gone.unsqueeze(3)
 
 
 def near_in_torch(t, kept, rotary, trained_length, scaling):

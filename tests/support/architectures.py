@@ -58,14 +58,8 @@ TWEAKS: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8},
     "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "nemotron": {"num_key_value_heads": 2},
-    "nemotron_h": {
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 8,
-        "n_groups": 1,
-        "chunk_size": 8,
-        "moe_shared_expert_intermediate_size": 24,
-    },
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8}
+    | {"moe_shared_expert_intermediate_size": 24},
     "speech_to_text": {"input_feat_per_channel": 16, "conv_channels": 32},
     "xlnet": {"d_head": 8},
     "xmod": {"default_language": "en_XX"},

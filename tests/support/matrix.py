@@ -146,6 +146,8 @@ def build_mechanism(row: str, num_heads=4, num_key_value_heads=2, head_dim=8, ma
         for parameter in mechanism.parameters():
             size = parameter.abs().mean()  # those that start at 0 must move too, or they are not tested
             parameter += 0.1 * torch.where(size > 0, size, 1.0) * torch.randn_like(parameter)
+        if settings.get("num_exact_keys"):  # all scores of the last heads are equal
+            mechanism.score_projection[1:], mechanism.score_slope[1:] = 0, 0
     if mechanism.needs_gates:
         mechanism.register_forward_pre_hook(add_gates)
     generator = torch.Generator().manual_seed(5)

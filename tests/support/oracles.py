@@ -320,18 +320,8 @@ RANDOM_FEATURES = {
     "relu": reference.favor_relu,
     "favor++": reference.favor_optimal,
 }
-ORACLES = {
-    "aft": aft,
-    "linear": linear,
-    "gated_delta": gated_delta,
-    "hybrid": hybrid,
-    "performer": performer,
-    "linformer": linformer,
-    "linformer_linear": linformer_linear,
-    "latent": latent,
-    "nystrom": nystrom,
-    "window": window,
-}
+MECHANISMS = aft, linear, gated_delta, hybrid, performer, linformer, linformer_linear, latent, nystrom, window
+ORACLES = {oracle.__name__: oracle for oracle in MECHANISMS}
 
 
 def exact(row: str, mechanism, query, key, value, mask=None, is_causal=True):

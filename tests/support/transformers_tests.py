@@ -26,15 +26,9 @@ PACKAGE = "transformers_source_tests"
 
 # Values that differ from the defaults of every config, for the test that configs take the common arguments.
 COMMON_CONFIG_ARGUMENTS = {
-    "return_dict": False,
-    "output_hidden_states": True,
-    "output_attentions": True,
-    "dtype": "float16",
-    "chunk_size_feed_forward": 5,
-    "architectures": ["SomeModel"],
-    "id2label": {0: "first", 1: "second", 2: "third"},
-    "label2id": {"first": 0, "second": 1, "third": 2},
-    "problem_type": "regression",
+    **{"return_dict": False, "output_hidden_states": True, "output_attentions": True, "dtype": "float16"},
+    **{"chunk_size_feed_forward": 5, "architectures": ["SomeModel"], "problem_type": "regression"},
+    **{"id2label": {0: "first", 1: "second", 2: "third"}, "label2id": {"first": 0, "second": 1, "third": 2}},
 }
 
 
