@@ -35,13 +35,7 @@ KEYWORDS: dict[type, frozenset[str]] = {}
 # Their second argument, or third, is a weight.
 PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.addmm, torch.Tensor.addmm}
 # Arguments with a default without which some forwards do nothing.
-OPTIONAL = {
-    "attention_mask",
-    "cross_attention_states",
-    "encoder_hidden_states",
-    "key_value_states",
-    "position_ids",
-}
+OPTIONAL = {"attention_mask", "cross_attention_states", "encoder_hidden_states", "key_value_states", "position_ids"}
 POSITIONS = {"position_embeddings", "relative_position_embeddings"}
 
 

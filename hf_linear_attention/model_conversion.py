@@ -225,10 +225,7 @@ def _check_arguments(model: Any, model_class: Any, from_pretrained: Any) -> None
 
 
 def _convert_config(
-    config: PreTrainedConfig,
-    settings: Settings | None,
-    model_class: type,
-    given: Mapping[str, Any],
+    config: PreTrainedConfig, settings: Settings | None, model_class: type, given: Mapping[str, Any]
 ) -> Any:
     """`convert_config` with the default settings where no mechanism is named."""
     is_bare = "mechanism" not in given

@@ -36,12 +36,7 @@ from .attention.architectures import (
     refuse_without_hidden_states,
     skips_position_bias,
 )
-from .attention.layer import (
-    IMPLEMENTATION,
-    LinearizedAttention,
-    LinearizedCrossAttention,
-    check_softmax_cache,
-)
+from .attention.layer import IMPLEMENTATION, LinearizedAttention, LinearizedCrossAttention, check_softmax_cache
 from .attention.long_inputs import divide_long_inputs
 from .attention.masks import linear_attention_mask
 from .attention.transformers_internals import (

@@ -19,14 +19,7 @@ from typing import Any, NoReturn
 import yaml
 
 from hf_linear_attention._common.errors import RunError, TerminatedError, UsageError, one_line
-from hf_linear_attention._common.options import (
-    NOTHING,
-    Kind,
-    kinds_of,
-    typed_options,
-    unknown_option,
-    unusable_texts,
-)
+from hf_linear_attention._common.options import NOTHING, Kind, kinds_of, typed_options, unknown_option, unusable_texts
 from hf_linear_attention._common.reading import require_permission
 from hf_linear_attention._common.safe_yaml import load_yaml
 

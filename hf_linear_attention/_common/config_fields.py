@@ -111,11 +111,7 @@ CONFIG: list[Row] = [
     ),
     ("output_(attentions|hidden_states)", "true or false", lambda value: isinstance(value, bool)),
     ("sliding_window", "a whole number, or a list of them", lambda value: all(type(n) is int for n in _listed(value))),
-    (
-        r"\w*(_dropout|dropout_prob)",
-        "a number from 0 to 1",
-        lambda value: not _is_number(value) or 0 <= value <= 1,
-    ),
+    (r"\w*(_dropout|dropout_prob)", "a number from 0 to 1", lambda value: not _is_number(value) or 0 <= value <= 1),
     (r"\w*(_eps|_epsilon)", "a number of at least 0", lambda value: not _is_number(value) or value >= 0),
 ]
 TOKENIZER_CONFIG: list[Row] = [

@@ -12,11 +12,7 @@ Inputs = Literal["text", "images", "sound"]
 
 
 # What a task is trained on, if that is not TEXT.jsonl; a name for the file of a user.
-DATA = {
-    "seq2seq_lm": "PAIRS.jsonl",
-    "image_classification": "IMAGES.jsonl",
-    "image_embedding": "IMAGES.jsonl",
-}
+DATA = {"seq2seq_lm": "PAIRS.jsonl", "image_classification": "IMAGES.jsonl", "image_embedding": "IMAGES.jsonl"}
 SHORT_NAMES = {"sequence_classification": "classifier", "image_classification": "image_classifier"}
 
 

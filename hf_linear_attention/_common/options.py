@@ -108,12 +108,7 @@ class Facts:
         return value is not None and value is not False and not (self.off is not None and value == self.off)
 
 
-def option(
-    text: str,
-    default: Any = dataclasses.MISSING,
-    choices: Sequence[str] | None = None,
-    **facts: Any,
-) -> Any:
+def option(text: str, default: Any = dataclasses.MISSING, choices: Sequence[str] | None = None, **facts: Any) -> Any:
     """A dataclass field for an option, which is required unless it has a `default`.
 
     Args:

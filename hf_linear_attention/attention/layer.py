@@ -17,13 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..mechanisms.base import MechanismInputs
 from ..torch_kernels.blocks import is_tracing
-from .cache import (
-    LinearAttentionStateLayer,
-    Tokens,
-    refuse_linear_layer,
-    refuse_other_softmax_rows,
-    state_layer,
-)
+from .cache import LinearAttentionStateLayer, Tokens, refuse_linear_layer, refuse_other_softmax_rows, state_layer
 from .masks import attend_packed, linear_attention_mask, read_mask
 from .transformers_internals import (
     FEATURE_ARGUMENTS,

@@ -22,15 +22,7 @@ from torch import Tensor
 from ..torch_kernels.attention import in_torch
 from ..torch_kernels.blocks import EXP, HEDGEHOG, PLAIN, accumulation_dtype, is_eager, needs_plain, with_dtype
 from ..torch_kernels.causal import gradients_with_graph
-from .checks import (
-    check_attention,
-    check_axes,
-    check_blocks,
-    check_heads,
-    check_needed,
-    check_results,
-    check_shape,
-)
+from .checks import check_attention, check_axes, check_blocks, check_heads, check_needed, check_results, check_shape
 from .cpu import (
     FLOAT32,
     attend,

@@ -82,10 +82,7 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
         # The values of a head share their weights, so that a query still weighs values and not their channels.
         sizes = ((heads, size), (kv_heads, size), (kv_heads, 1))
         self.rule: Any = DeltaRule(
-            shape,
-            settings["num_features"] or size,
-            decay=settings["decay"],
-            erases=settings["erase"],
+            shape, settings["num_features"] or size, decay=settings["decay"], erases=settings["erase"]
         )
         if self.is_qwen3_5:
             self.rule, sizes = Qwen35Rule(shape), ((heads, size),) * 3
@@ -185,10 +182,7 @@ class NormalizedFeatures(nn.Module):
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start with A = identity and b = 0."""
         start = identity_start(self.key_projection.shape[1], self.key_projection.shape[2], generator)
-        for projection, bias in (
-            (self.query_projection, self.query_bias),
-            (self.key_projection, self.key_bias),
-        ):
+        for projection, bias in ((self.query_projection, self.query_bias), (self.key_projection, self.key_bias)):
             init.copy_(projection, start.expand_as(projection))
             init.zeros_(bias)
 
@@ -215,14 +209,7 @@ class DeltaRule(nn.Module):
     -1/20. `decay` is `none`, `head` or `channel`.
     """
 
-    def __init__(
-        self,
-        shape: LayerShape,
-        num_features: int,
-        *,
-        decay: str,
-        erases: bool,
-    ) -> None:
+    def __init__(self, shape: LayerShape, num_features: int, *, decay: str, erases: bool) -> None:
         super().__init__()
         heads, size = shape.num_key_value_heads, hidden_size_of(shape)
         self.num_heads, self.decay, self.erases = heads, decay, erases

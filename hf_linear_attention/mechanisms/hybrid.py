@@ -31,30 +31,15 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..features.maps import FEATURE_MAPS, half_squared_norm
-from ..positions.rotary import (
-    LearnedDecay,
-    RotaryShift,
-    decay_of,
-    rotary_shift,
-)
+from ..positions.rotary import LearnedDecay, RotaryShift, decay_of, rotary_shift
 from ..torch_kernels.attention import makes_features, map_attention, state_after
-from ..torch_kernels.blocks import (
-    EXP,
-    KernelMap,
-    accumulated,
-    is_eager,
-    sized_step,
-    with_dtype,
-)
+from ..torch_kernels.blocks import EXP, KernelMap, accumulated, is_eager, sized_step, with_dtype
 from ..torch_kernels.exact_keys import NEVER, Kept, choose, chunks_of, kept_after, part_of
 from ..torch_kernels.implementations import implemented
 from ..torch_kernels.window import Part, join, joined_output, log_size
 from .base import LayerShape, MechanismInputs, State
 from .settings import HybridOptions
-from .token_gates import (
-    hidden_size_of,
-    scaled,
-)
+from .token_gates import hidden_size_of, scaled
 from .window import ORDINARY, Line, WindowAttention, WindowState
 
 

@@ -506,12 +506,7 @@ class HybridOptions(WindowOptions):
 
     options: ClassVar[dict[str, Option]] = {
         **WindowOptions.options,
-        "feature_map": Option(
-            str,
-            "exp",
-            "phi, applied to queries and far keys",
-            choices=("exp", "hedgehog"),
-        ),
+        "feature_map": Option(str, "exp", "phi, applied to queries and far keys", choices=("exp", "hedgehog")),
         "num_features": Option(
             int, None, "features per head; by default what the feature map suggests", minimum=1, maximum=MOST_FEATURES
         ),
@@ -561,12 +556,7 @@ class GatedDeltaOptions(MechanismOptions):
             choices=(OWN, QWEN3_5),
         ),
         "num_features": Option(
-            int,
-            None,
-            "features per head; by default head_dim",
-            minimum=1,
-            maximum=MOST_FEATURES,
-            needs=OF_OUR_FORM,
+            int, None, "features per head; by default head_dim", minimum=1, maximum=MOST_FEATURES, needs=OF_OUR_FORM
         ),
         "decay": Option(
             str,
@@ -577,10 +567,7 @@ class GatedDeltaOptions(MechanismOptions):
             needs=OF_OUR_FORM,
         ),
         "erase": Option(
-            bool,
-            True,
-            "erase what the state holds at a key before the key's new value is stored",
-            needs=OF_OUR_FORM,
+            bool, True, "erase what the state holds at a key before the key's new value is stored", needs=OF_OUR_FORM
         ),
         "conv_size": Option(
             int,

@@ -358,12 +358,7 @@ def attend_log_block(
 
 
 def attend_within(
-    query: Tensor,
-    key: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    numbers: Tensor | None,
-    log_decay: Tensor | None,
+    query: Tensor, key: Tensor, values: Tensor, mask: Tensor | None, numbers: Tensor | None, log_decay: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The sums `[B, Hkv, G, N, W + 1]` over the keys up to each query within its block, divided by exp(second result).
 

@@ -124,13 +124,7 @@ def _begins(mask: Tensor) -> Tensor:
 
 
 def plain_delta(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor | None,
-    erases: bool,
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, erases: bool
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta` of real tokens, with no branch on data, so that graphs and torch.func can use it.
 
