@@ -51,10 +51,8 @@ class ObservedAttention:
     def far_log_odds(self) -> Tensor | None:
         """Logarithm of the far keys' share over that of the near keys, `[B, H, N]`; None if no denominator has both.
 
-        Real tokens are at the right end, in order. It is computed with the output, so ask for it before that.
-
-        Raises:
-            NotImplementedError: if the input is packed.
+        Real tokens are at the right end, in order. It is computed with the output, so ask for it before that. Packed
+        inputs raise NotImplementedError.
         """
         if self.inputs.is_packed:
             raise NotImplementedError("The shares of far keys are not known for packed input; join the documents.")
@@ -79,10 +77,8 @@ def observe_attention(
 ) -> Iterator[PreTrainedModel]:
     """A context in which the model computes its softmax attention, and every converted layer calls `observer`.
 
-    As in `softmax_attention(model)`, a forward pass gives the outputs of the original model.
-
-    Raises:
-        NotImplementedError: if a converted layer's stock class computes its own softmax (ALiBi families).
+    As in `softmax_attention(model)`, a forward pass gives the outputs of the original model. Stock classes that compute
+    their own softmax (ALiBi families) raise NotImplementedError.
     """
     modules = list(linear_attention_modules(model).values())
     with softmax_attention(model):

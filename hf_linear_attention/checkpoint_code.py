@@ -200,11 +200,7 @@ def _used_from(ring: dict[str, Module], key: Key, others: Iterable[Key]) -> Iter
 
 
 def _text(keys: list[Key], title: str, more: list[str]) -> str:
-    """One file of these statements.
-
-    Raises:
-        ValueError: if two of them define or import different things under one name.
-    """
+    """One file of these statements; ValueError if two of them define or import different things under one name."""
     from . import __version__
 
     imports: dict[str, str] = {"TYPE_CHECKING": "from typing import TYPE_CHECKING"} if more[0].startswith("if") else {}

@@ -174,11 +174,7 @@ def _entry_problems(entries: Sequence[Any]) -> list[str]:
 
 
 def check_format_version(version: Any, newest: int, what: str) -> None:
-    """Refuse what this code cannot read; `what` names the settings or file for the error message.
-
-    Raises:
-        ValueError: if `version` is not a version number, or is above `newest`.
-    """
+    """Raise ValueError for a version that this code cannot read; `what` names the settings or file."""
     if type(version) is not int or version < 1:
         raise ValueError(f"Got `format_version` = {version!r} in {what}; it must be a whole number of at least 1.")
     if version > newest:
@@ -452,11 +448,7 @@ def linear_config_name(model_type: str) -> str:
 
 
 def linear_config_class(model_type: str) -> type:
-    """The `Linear<X>Config` for a stock model type such as `llama`.
-
-    Raises:
-        ValueError: if transformers has no such model type.
-    """
+    """The `Linear<X>Config` for a stock model type such as `llama`; ValueError if transformers does not have it."""
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"Unknown model type `{model_type}`; `hf_linear_attention.supported_model_types()` lists those tested."

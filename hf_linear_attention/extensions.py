@@ -20,11 +20,7 @@ EXTENSIONS: dict[str, Callable[..., Any]] = {}
 
 
 def extension(name: str, purpose: str) -> Callable[..., Any]:
-    """The function of the package that is registered under this name.
-
-    Raises:
-        ImportError: without the package; `purpose` begins the message.
-    """
+    """The function of the package that is registered under this name; ImportError if the package is missing."""
     if name not in EXTENSIONS:
         raise ImportError(f"{purpose}; install hf-linear-attention, and `import {PACKAGE}` before loading the model.")
     return EXTENSIONS[name]

@@ -31,13 +31,8 @@ EXAMPLES = "`3`, `0-3` or `4-`"
 def spread(settings: Mapping[str, Any], stock_class: type, config: PreTrainedConfig) -> Any:
     """The settings of a stock model without values by layer: a dict, or a list with one dict for each group of layers.
 
-    Args:
-        settings: settings as `convert` takes them.
-        stock_class: the class of the stock model, which is built on the meta device to count its attention layers.
-        config: the config of the stock model.
-
-    Raises:
-        ValueError: as `entries_by_layer` does; or if the model has no attention that could be converted.
+    The model of `stock_class` is built on the meta device to count its attention layers. ValueError if it has none that
+    could be converted, or as in `entries_by_layer`.
     """
     if not is_by_layer(settings):
         return dict(settings)
@@ -184,11 +179,7 @@ class _Place:
 
 
 def parse_layers(text: str) -> str | list[int]:
-    """The value of the setting `layers` for a text such as `all`, `full_attention`, `none` or `0,2,4-7`.
-
-    Raises:
-        ValueError: if the text has none of these forms.
-    """
+    """The setting `layers` for `all`, `full_attention`, `none` or a text as `0,2,4-7`; ValueError for another form."""
     if text in NAMED_LAYERS:
         return text
     layers: set[int] = set()
@@ -210,11 +201,7 @@ def is_by_layer(settings: Mapping[str, Any]) -> bool:
 
 
 def parse_by_layer(text: str) -> dict[str, str]:
-    """`0-3:hybrid,4-:linear` -> `{"0-3": "hybrid", "4-": "linear"}`.
-
-    Raises:
-        ValueError: if a part has no range in front of a colon, or two parts have the same range.
-    """
+    """`0-3:hybrid,4-:linear` -> `{"0-3": "hybrid", "4-": "linear"}`; ValueError without a range, or with one twice."""
     values: dict[str, str] = {}
     for part in text.split(","):
         layers, colon, value = (piece.strip() for piece in part.partition(":"))

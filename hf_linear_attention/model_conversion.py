@@ -68,11 +68,7 @@ def convert_config(
 
 
 def refuse_converted(config: PreTrainedConfig) -> None:
-    """Refuse the config of a converted model.
-
-    Raises:
-        ValueError: if it is one.
-    """
+    """Raise ValueError for the config of a converted model."""
     if hasattr(config, "linear_attention"):
         raise ValueError(
             f"This model is already converted (model type `{config.model_type}`); convert its softmax source."
@@ -80,11 +76,7 @@ def refuse_converted(config: PreTrainedConfig) -> None:
 
 
 def refuse_own_code(own: type) -> None:
-    """Refuse a class of neither transformers nor this package, whose code a converted checkpoint would not have.
-
-    Raises:
-        ValueError: if it is one.
-    """
+    """Refuse (ValueError) a class of neither transformers nor this package, whose code a checkpoint would lack."""
     if own.__module__.partition(".")[0] in ("transformers", __name__.partition(".")[0]):
         return
     raise ValueError(
@@ -108,8 +100,7 @@ def _with_trained_length(settings: Any, config: PreTrainedConfig) -> Any:
 def stock_model_class(config: PreTrainedConfig) -> Any:
     """The class that a checkpoint was saved from (`architectures` in its config), or else the base model's class.
 
-    Raises:
-        ValueError: if transformers has no class with that name.
+    ValueError if transformers has no class with that name.
     """
     name = (getattr(config, "architectures", None) or [None])[0]
     if name is None:
@@ -249,14 +240,7 @@ def with_defaults(make: Callable[[Any], Any], settings: Any, given: Container[st
 
     A model may have no rotary positions, or not of the usual kind. Exact keys need hidden states and no ALiBi; where
     they are impossible, the window is longer by as many tokens. Layers with a sliding window stay as they are where the
-    others have full attention.
-
-    Args:
-        settings: `linear_attention`, or a list for layers with different settings.
-        given: the names of those settings that the user chose, which are not changed.
-
-    Raises:
-        ValueError: that of `make`, if it is not for a default setting.
+    others have full attention. Errors of `make` for settings that the user chose, whose names are `given`, remain.
     """
     notes: list[str] = []
     while True:

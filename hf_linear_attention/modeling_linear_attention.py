@@ -136,11 +136,7 @@ class LinearAttentionModelMixin(ModelHooks):
         return extension("load_prompt_state", "Prompt states need the package")(self, path)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse it here: transformers would refuse it later, in another thread, and recommend `sdpa`.
-
-        Raises:
-            NotImplementedError: if a layer computes linear attention.
-        """
+        """Raise NotImplementedError, before transformers does so in another thread and recommends `sdpa`."""
         if any(module.linear_attention_enabled for module in linear_attention_modules(self).values()):
             raise NotImplementedError(
                 "Continuous batching stores paged keys and values and cannot store the recurrent state of linear "
@@ -159,11 +155,7 @@ def linear_attention_modules(model: Any) -> dict[str, Any]:
 
 
 def converted_modules(model: Any) -> list[Any]:
-    """The converted layers of a converted model: none with `layers` = `none`.
-
-    Raises:
-        ValueError: if the model was not converted.
-    """
+    """The converted layers of a converted model, none with `layers` = `none`; ValueError if it was not converted."""
     modules = list(linear_attention_modules(model).values())
     if not modules and not hasattr(model.config, "linear_attention"):
         raise ValueError(
@@ -176,8 +168,7 @@ def converted_modules(model: Any) -> list[Any]:
 def self_attention_modules(model: nn.Module) -> dict[str, Any]:
     """`{name: module}` of every self-attention that uses the attention interface; a module's index is its layer number.
 
-    Raises:
-        ValueError: if there is none, for example because the architecture computes its own softmax.
+    ValueError if there is none, for example because the architecture computes its own softmax.
     """
     found, names = attention_modules(model), {type(module).__name__ for module in model.modules()}
     if not found or names & OWN_SOFTMAX:
@@ -192,11 +183,7 @@ def self_attention_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def converted_layers(settings: Mapping[str, Any], modules: Sequence[Any]) -> list[int]:
-    """The numbers of the self-attention modules that these settings convert.
-
-    Raises:
-        ValueError: if `layers` names layers that the model does not have.
-    """
+    """The numbers of the self-attention modules that these settings convert; ValueError if the model lacks one."""
     layers, numbers = settings["layers"], list(range(len(modules)))
     if layers == "full_attention":
         chosen = [number for number in numbers if layer_type(modules[number]) == layers]
@@ -216,8 +203,7 @@ def converted_layers(settings: Mapping[str, Any], modules: Sequence[Any]) -> lis
 def linearize(model: PreTrainedModel) -> None:
     """Give the layers to convert of a newly built model their mechanism and class, in place.
 
-    Raises:
-        ValueError: if a layer or the mechanism cannot do what the settings ask for.
+    ValueError if a layer or the mechanism cannot do what the settings ask for.
     """
     # The config may come from the code of another checkpoint.
     if unknown := mechanisms_of(model.config.linear_attention) - set(MECHANISMS):

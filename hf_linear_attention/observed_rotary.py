@@ -86,8 +86,7 @@ PAIRINGS: dict[tuple, RotaryPairing | str | None] = {}
 def rotary_pairing(module: nn.Module) -> RotaryPairing | None:
     """How this attention module pairs the channels; None if it does not rotate them.
 
-    Raises:
-        ValueError: if it rotates them in a way that `RotaryPairing` cannot describe.
+    ValueError if it rotates them in a way that `RotaryPairing` cannot describe.
     """
     stock_class = stock_class_of(module)
     key = (stock_class, layer_type(module), _plain_values(module), _plain_values(module.config))
@@ -145,19 +144,14 @@ def _pairing_of(
 
 @torch.no_grad()
 def rotary_facts(model: PreTrainedModel) -> dict[str, RotaryFacts]:
-    """`{name: facts}` of every self-attention, from the cos and sin that the model's own rotary embedding computes.
-
-    Raises:
-        ValueError: for rotary positions of an unknown kind.
-    """
+    """`{name: facts}` of every self-attention, from the cos and sin that the model's own rotary embedding computes."""
     return {name: _facts_of(model, name, module) for name, module in attention_modules(model).items()}
 
 
 def observed_rotary(model: PreTrainedModel, modules: Mapping[int, nn.Module]) -> list[dict[str, Any]]:
     """The setting `rotary` for these attention modules, by layer: one entry for all layers with equal positions.
 
-    Raises:
-        ValueError: for rotary positions that `positions.RotaryShift` cannot move, or that change with the input.
+    ValueError for rotary positions that `positions.RotaryShift` cannot move, or that change with the input.
     """
     names = {id(module): name for name, module in model.named_modules()}
     layers: dict[RotaryFacts, list[int]] = {}

@@ -65,11 +65,7 @@ Group = tuple[dict[str, Any], Mapping[int, Any]]
 def survey(model: Any, groups: Sequence[Group]) -> None:
     """Refuse what cannot be converted, and complete the config: the classes of attention and the rotary positions.
 
-    Args:
-        groups: settings, with the attention modules to convert with them, by layer.
-
-    Raises:
-        ValueError: if a layer cannot be converted with its settings.
+    The attention modules of each of `groups` are converted with its settings, by layer. ValueError if one cannot be.
     """
     for settings, chosen in groups:
         refuse_features(model, chosen, settings["drop"])
@@ -116,11 +112,9 @@ def features_of(module: Any, model: nn.Module) -> dict[str, str]:
 
 
 def refuse_features(model: Any, converted: Mapping[int, Any], drop: Collection[str]) -> None:
-    """Refuse features of the layers to convert that linear attention cannot reproduce, unless `drop` names them.
+    """Refuse (ValueError) all features of the layers to convert that linear attention lacks, unless `drop` names them.
 
-    Raises:
-        ValueError: naming each such feature. An entry of `drop` that no layer has changes nothing, so that one setting
-            serves a family.
+    An entry of `drop` that no layer has changes nothing, so that one setting serves a family.
     """
     if not converted:
         return
@@ -220,8 +214,7 @@ def _hides(size: Any, config: Any) -> bool:
 def _complete_rotary(model: PreTrainedModel, settings: dict[str, Any], chosen: Mapping[int, Any]) -> None:
     """Fill in the rotary positions that these layers compute with, and the frequencies that `rope` = `partial` keeps.
 
-    Raises:
-        ValueError: if these layers cannot do what the setting `rope` asks for.
+    ValueError if these layers cannot do what the setting `rope` asks for.
     """
     if settings["rotary"] is None:
         settings["rotary"] = _observed_rotary(model, chosen, settings)
@@ -255,10 +248,8 @@ def _observed_rotary(
 def kept_frequencies(shapes: Mapping[int, LayerShape], longest: int | None, num_layers: int = 0) -> list[int]:
     """The number of rotary frequencies per attention layer that make a full turn within `longest` tokens.
 
-    The list has at least `num_layers` numbers, which are 0 for layers that are not in `shapes`.
-
-    Raises:
-        ValueError: if the length is unknown, or the frequencies do not fall from one pair of channels to the next.
+    The list has at least `num_layers` numbers, which are 0 for layers that are not in `shapes`. ValueError if the
+    length is unknown, or the frequencies do not fall from one pair of channels to the next.
     """
     if longest is None:
         raise ValueError("`rope` = `partial` needs the length that the model was trained on; set `trained_length`.")
@@ -275,11 +266,7 @@ def kept_frequencies(shapes: Mapping[int, LayerShape], longest: int | None, num_
 
 
 def refuse_frequencies(given: int | Sequence[int] | None, shapes: Mapping[int, LayerShape]) -> None:
-    """Refuse more frequencies than a layer has.
-
-    Raises:
-        ValueError: for the first such layer.
-    """
+    """Raise ValueError for the first layer that has fewer frequencies."""
     for layer, shape in shapes.items():
         kept = given[layer] if isinstance(given, Sequence) and layer < len(given) else given
         number = len(shape.rotary.inverse_frequencies) if shape.rotary else 0

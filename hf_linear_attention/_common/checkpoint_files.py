@@ -32,11 +32,7 @@ READ_FILES = (*OBJECTS, *INDICES, "modules.json", *TEXT_FILES, *WEIGHT_FILES)
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Check every file of a checkpoint that a library will read, except for the values of the weights.
-
-    Raises:
-        UsageError: naming the file, and where it has fields, the field.
-    """
+    """Refuse (UsageError) damage in the files of a checkpoint that a library will read, except in values of weights."""
     require_permission(folder)
     for name in READ_FILES:
         path = folder / name
@@ -61,11 +57,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def read_modules(folder: Path) -> list[dict[str, Any]]:
-    """The content of the modules.json of a sentence-transformers checkpoint.
-
-    Raises:
-        UsageError: unless it lists modules, each with a folder inside of this one.
-    """
+    """The modules.json of a sentence-transformers checkpoint; UsageError if a module is outside of this folder."""
     path = folder / "modules.json"
     modules = read_json(path, list)
     for number, module in enumerate(modules):
@@ -85,8 +77,7 @@ def read_modules(folder: Path) -> list[dict[str, Any]]:
 def weight_files(folder: Path) -> list[Path]:
     """The files of the weights: a single one, or those that an index lists; empty if there are none.
 
-    Raises:
-        UsageError: if an index is damaged, or names a file that is missing or outside of the folder.
+    UsageError for a damaged index, or one that names a file that is missing or outside of the folder.
     """
     for name, index in zip(WEIGHT_FILES[:2], INDICES):
         if (folder / name).is_file():
@@ -114,11 +105,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def check_safetensors(path: Path) -> None:
-    """Check that the header of a weight file describes all of its bytes.
-
-    Raises:
-        UsageError: if it does not.
-    """
+    """Raise UsageError unless the header of a weight file describes all of its bytes."""
     with reading(path, "get it again"), safe_open(path, framework="numpy"):
         pass
 

@@ -131,20 +131,12 @@ def given_options(
 
 
 def file_options(path: str, kinds: Mapping[str, Kind], removed: Mapping[str, str] = NOTHING) -> dict[str, Any]:
-    """The options in a YAML file, as `typed_options` gives them.
-
-    Raises:
-        UsageError: if it is no YAML of options, or has an option that there is not or a value that cannot be used.
-    """
+    """The options in a YAML file, as `typed_options` gives them; UsageError if it is no YAML of options."""
     return typed_options(_read_yaml(path), kinds, f" in {path}", removed)
 
 
 def _config_path(path: str | None, named: Path | None) -> str | None:
-    """The file that `--config` names: a path, or the name of a file in the folder `named`.
-
-    Raises:
-        UsageError: if there is no such file.
-    """
+    """The file that `--config` names, by its path or its name in the folder `named`; UsageError if there is none."""
     if path is None or os.path.isfile(path):
         return path
     known = {} if named is None else {file.stem: str(file) for file in sorted(named.glob("*.yaml"))}

@@ -135,11 +135,7 @@ NEVER_NULL = ("linear_attention", "runs")
 
 
 def check_fields(path: Path, content: Mapping[str, Any]) -> None:
-    """Check the fields of a JSON file that would be used without a look at them; files of other names have none.
-
-    Raises:
-        UsageError: naming every field with an impossible value.
-    """
+    """Refuse (UsageError) impossible values in fields of a JSON file that would be used without a look at them."""
     content = {"runs": None, **content} if path.name == "training_report.json" else content
     wrong = _wrong(content, ROWS.get(path.name, []))
     problems = [f"`{name}` = {short(value)} must be {said}" for name, value, said in wrong]

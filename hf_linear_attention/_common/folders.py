@@ -82,8 +82,7 @@ def only_writer(output_dir: Path) -> Iterator[None]:
 def staging(output_dir: Path, *, replaces: bool = True) -> Iterator[Path]:
     """A new folder to fill, which is renamed to `output_dir` at the end; after a failure nothing of it remains.
 
-    Raises:
-        RunError: without `replaces`, if another process has written `output_dir` in the meantime.
+    RunError, without `replaces`, if another process has written `output_dir` in the meantime.
     """
     temporary, made = _beside(output_dir, "tmp"), []
     try:
@@ -123,8 +122,7 @@ def commit(folder: Path, final: Path) -> None:
 def replace(folder: Path, final: Path, *, replaces: bool = True) -> None:
     """Flush a folder to the disk and rename it to `final`, which is removed if it exists.
 
-    Raises:
-        RunError: without `replaces`, if another process has written `final` in the meantime.
+    RunError, without `replaces`, if another process has written `final` in the meantime.
     """
     flush(folder)
     if final.exists() and not replaces:

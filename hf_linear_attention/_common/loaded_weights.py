@@ -47,11 +47,7 @@ def check_complete(
 
 
 def check_finite(name: object, model: nn.Module) -> None:
-    """Refuse weights that are NaN or infinite: everything that they touch would be, too.
-
-    Raises:
-        UsageError: naming the tensors.
-    """
+    """Refuse weights that are NaN or infinite (UsageError): everything that they touch would be, too."""
     wrong = [
         key
         for key, value in model.named_parameters()

@@ -242,11 +242,7 @@ def typed_options(
 
 
 def _typed(value: Any, kind: Any, choices: tuple[str, ...] | None) -> Any:
-    """The value in its type.
-
-    Raises:
-        ValueError: if it has none in that type; the message says what to give.
-    """
+    """The value in its type, or ValueError with what to give."""
     if kind is Any or type(value) is kind:
         result = value
     elif kind is str:
@@ -269,8 +265,7 @@ def _typed(value: Any, kind: Any, choices: tuple[str, ...] | None) -> Any:
 def option_text(value: Any) -> str:
     """A value as one types it: a list with commas, values by layer as `0-3:64,4-:16`, others as they are.
 
-    Raises:
-        ValueError: for lists in lists, and for a dict whose keys are no layers.
+    ValueError for lists in lists, and for a dict whose keys are no layers.
     """
     parts, texts = [value], [str(value)]
     if isinstance(value, Mapping):
@@ -285,11 +280,7 @@ def option_text(value: Any) -> str:
 
 
 def built(groups: Sequence[type], values: Mapping[str, Any]) -> list[Any]:
-    """These dataclasses, each with those of its options that are in `values`.
-
-    Raises:
-        UsageError: naming every option that is missing.
-    """
+    """These dataclasses, each with those of its options that are in `values`; UsageError naming every missing one."""
     entries = {group: dataclasses.fields(group) for group in groups}
     required = [part.name for found in entries.values() for part in found if part.default is dataclasses.MISSING]
     if missing := [f"`--{name}`" for name in required if name not in values]:

@@ -61,8 +61,7 @@ def _is_ours(error: Exception) -> bool:
 def read_json(path: Path, kind: type = dict) -> Any:
     """The content of a JSON file that holds a value of this kind.
 
-    Raises:
-        UsageError: if it is not a regular file of a readable size, not UTF-8, not JSON, or holds another kind.
+    UsageError if it is not a regular file of a readable size, not UTF-8, not JSON, or holds another kind.
     """
     require_file(path)
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
@@ -82,11 +81,7 @@ def read_json(path: Path, kind: type = dict) -> Any:
 
 
 def require_file(path: Path) -> None:
-    """Refuse what is there, but is no file that can be read: a folder, a pipe, a device, a broken link, or forbidden.
-
-    Raises:
-        UsageError: naming what it is.
-    """
+    """Refuse (UsageError) what is there but no file to read: a folder, a pipe, a broken link, or forbidden."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -99,11 +94,7 @@ def require_file(path: Path) -> None:
 
 
 def require_permission(path: Path) -> None:
-    """Refuse a file or folder that is there, but that this user may not read.
-
-    Raises:
-        UsageError: naming it.
-    """
+    """Raise UsageError for a file or folder that is there, but that this user may not read."""
     if os.path.exists(path) and not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
         raise UsageError(f"{path} cannot be read: permission denied; change its permissions, or give another one")
 

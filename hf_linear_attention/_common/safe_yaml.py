@@ -23,8 +23,7 @@ NO_TEXT = {
 def load_yaml(text: str) -> Any:
     """The content of a YAML text, without aliases, which can stand for billions of values.
 
-    Raises:
-        yaml.YAMLError: if it is no YAML, too long or nested too deeply, or has aliases or a name twice.
+    yaml.YAMLError if it is no YAML, too long or nested too deeply, or has aliases or a name twice.
     """
     if len(text) > MAX_YAML_CHARACTERS:
         raise yaml.YAMLError(f"it has {len(text):,} characters, and at most {MAX_YAML_CHARACTERS:,} are read")

@@ -86,8 +86,7 @@ def layer_hidden_size(module: Any) -> int:
 def layer_shape(module: Any, layer: int, config: PreTrainedConfig) -> LayerShape:
     """Heads and sizes of an attention module, from the module itself: hidden_size / heads is wrong for many models.
 
-    Raises:
-        ValueError: if the module has its heads or sizes under none of the names that transformers uses.
+    ValueError if the module has them under none of the names that transformers uses.
     """
     config = getattr(module, "config", config)
     num_heads = _first_attribute(module, ("num_heads", "num_attention_heads", "n_heads")) or _first_attribute(
@@ -111,10 +110,9 @@ def layer_shape(module: Any, layer: int, config: PreTrainedConfig) -> LayerShape
 
 
 def refuse_without_hidden_states(module: Any, layer: int, needed: str, mechanism: str) -> None:
-    """Refuse a layer without a hidden state for each of its keys, from which `mechanism` would compute gates.
+    """Refuse (ValueError) a layer without a hidden state per key, from which `mechanism` would compute gates.
 
-    Raises:
-        ValueError: for cross-attention, or a stock forward whose first argument is not `hidden_states`.
+    These are cross-attention, and a stock forward whose first argument is not `hidden_states`.
     """
     first = list(inspect.signature(stock_class_of(module).forward).parameters)[1]
     if needed != "cross" and first == "hidden_states":

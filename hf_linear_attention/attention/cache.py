@@ -72,11 +72,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
 
     @classmethod
     def replacing(cls, layer: Any) -> LinearAttentionStateLayer:
-        """A new layer that replaces an empty softmax layer.
-
-        Raises:
-            ValueError: if that layer already holds keys and values, from which no state can be made.
-        """
+        """A new layer that replaces a softmax layer; ValueError if that holds keys and values, which make no state."""
         length = layer.get_seq_length()
         if not isinstance(length, torch.Tensor) and length > 0:
             raise ValueError(
@@ -125,11 +121,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         return held[0].shape[0] if held else None
 
     def claim(self, signature: str) -> None:
-        """Announce an `update` by a converted layer whose mechanism has this signature.
-
-        Raises:
-            ValueError: if the state belongs to another mechanism or to other options.
-        """
+        """Announce an `update` by a converted layer with this signature; ValueError if the state has another one."""
         if self.signature not in (None, signature) and self.num_rows is not None:
             raise ValueError(
                 f"Got a cache with the state of {self.signature} in a layer of {signature}. Only the mechanism that "
@@ -160,9 +152,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return only the new keys and values, which the mechanism adds to the state.
 
-        Raises:
-            ValueError: if softmax attention calls it, or keys and values do not match the earlier ones; nothing has
-                changed then.
+        ValueError if softmax attention calls it, or they do not match the earlier ones; nothing has changed then.
         """
         is_claimed, self.is_claimed = self.is_claimed, False
         if not is_claimed:
@@ -366,11 +356,7 @@ def other_rows(cached: int, given: int) -> str:
 
 
 def refuse_other_softmax_rows(cache: Any, layer_idx: int, num_rows: int) -> None:
-    """Check the batch size of a softmax layer of `cache`, whose stock code would fail after it has changed some layers.
-
-    Raises:
-        ValueError: if the layer holds keys of another batch size than `num_rows`.
-    """
+    """Raise ValueError for a softmax layer of `cache` with another batch size, whose stock code would fail half-way."""
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
     keys = getattr(layers[layer_idx], "keys", None) if layer_idx < len(layers) else None
     if isinstance(keys, torch.Tensor) and keys.ndim == 4 and keys.numel() and keys.shape[0] != num_rows:
@@ -400,11 +386,7 @@ def _concatenate(entries: Sequence[Tokens], length: int) -> Tokens | None:
 
 
 def state_layer(cache: Any, layer_idx: int) -> LinearAttentionStateLayer:
-    """The state layer of `cache` at `layer_idx`; it replaces a softmax layer there that is still empty.
-
-    Raises:
-        ValueError: if the cache has no such layer, or its softmax layer already holds tokens.
-    """
+    """The state layer of `cache` at `layer_idx`; it replaces a softmax layer there, or raises ValueError."""
     cache = getattr(cache, "self_attention_cache", cache)
     while len(cache.layers) <= layer_idx:
         if cache.layer_class_to_replicate is None:

@@ -40,12 +40,10 @@ def linear_attention_forward(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The attention function registered as `linear_attention`; it calls `module.attend`.
+    """The attention function registered as `linear_attention`; it calls `module.attend`, or ValueError if there is
+    none.
 
     It serves all copies of this code in the process (the package, checkpoints), because the module does the work.
-
-    Raises:
-        ValueError: if the module was not converted.
     """
     if not hasattr(module, "attend"):
         raise ValueError(
@@ -179,8 +177,7 @@ class LinearizedAttention:
 
         Raises:
             ValueError: for a mask or an argument of softmax attention that linear attention cannot honour, or for a
-            cache of
-                another batch size.
+                cache of another batch size.
         """
         seen: int | torch.Tensor = 0
         if state_layer is not None:

@@ -90,14 +90,11 @@ def _known(seen: int | torch.Tensor) -> int | torch.Tensor:
 def _refuse_sizes(
     mask: torch.Tensor, batch_size: int | None, length: int, seen: int | torch.Tensor, has_room: bool
 ) -> None:
-    """Refuse a mask `[rows, ..., columns]` that does not belong to `length` new tokens after `seen` cached ones.
+    """Refuse (ValueError) a mask `[rows, ..., columns]` that is not of `length` new tokens after `seen` cached ones.
 
     Args:
         batch_size: the batch size of the tokens; None skips the check of the rows.
         has_room: whether more columns are allowed, for future tokens of a static cache.
-
-    Raises:
-        ValueError: with both sizes.
     """
     rows, columns = mask.shape[0], mask.shape[-1]
     is_short = columns < length if isinstance(seen, torch.Tensor) else columns != length and columns < seen + length

@@ -16,11 +16,7 @@ from ..torch_kernels.blocks import EXP, HEDGEHOG, accumulation_dtype
 
 
 def check_shape(name: str, tensor: Tensor | None, *shapes: tuple[int, ...], like: Tensor) -> None:
-    """Check that a tensor has one of these shapes and is on the device of `like`, the queries.
-
-    Raises:
-        ValueError: if it does not, with the actual and the expected shape or device.
-    """
+    """Raise ValueError unless a tensor has one of these shapes and is on the device of `like`, the queries."""
     if tensor is None or (tensor.shape in shapes and tensor.device == like.device):
         return
     if tensor.device != like.device:
@@ -34,11 +30,7 @@ def check_shape(name: str, tensor: Tensor | None, *shapes: tuple[int, ...], like
 
 
 def check_axes(x: Tensor) -> None:
-    """Check the argument of the operator `elu_plus_one`.
-
-    Raises:
-        ValueError: if it does not have four axes.
-    """
+    """Raise ValueError unless the argument of the operator `elu_plus_one` has four axes."""
     if x.ndim != 4:
         raise ValueError(f"`x` has {x.ndim} axes; it must be [batch, heads, length, head_dim].")
 
@@ -46,8 +38,7 @@ def check_axes(x: Tensor) -> None:
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int, int]:
     """Check `query [B, H, N, D]`, `key [B, Hkv, S, any]` and `value [B, Hkv, S, W]`, and return B, H and Hkv.
 
-    Raises:
-        ValueError: if the shapes do not match, H is not a multiple of Hkv, or a tensor is not floating-point.
+    ValueError if the shapes do not match, H is not a multiple of Hkv, or a tensor is not floating-point.
     """
     if not query.ndim == key.ndim == value.ndim == 4:
         raise ValueError(
@@ -68,11 +59,7 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int, in
 
 
 def check_mask(mask: Tensor | None, key: Tensor, query: Tensor) -> None:
-    """Check a key mask `[B, S]`: bool, or integers that number packed sequences.
-
-    Raises:
-        ValueError: if it has another shape or dtype.
-    """
+    """Raise ValueError unless this is a key mask `[B, S]`: bool, or integers that number packed sequences."""
     if mask is None:
         return
     check_shape("key_mask", mask, (key.shape[0], key.shape[2]), like=query)
@@ -100,10 +87,7 @@ def check_attention(
 ) -> int:
     """Check the arguments of the operator `attention` (see kernels.operators) and return F, the number of features.
 
-    With `rows`, they are those of `attention_step_`.
-
-    Raises:
-        ValueError: for the first invalid argument, with the actual and the expected size.
+    With `rows`, they are those of `attention_step_`. ValueError for the first invalid argument, with both sizes.
     """
     _, heads, kv_heads = check_heads(query, key, value)
     check_mask(key_mask, key, query)
@@ -144,11 +128,7 @@ def check_attention(
 
 
 def check_state(name: str, state: Tensor, shape: tuple[int, ...], query: Tensor, value: Tensor) -> None:
-    """Check that a state has this shape and the accumulation dtype of the values.
-
-    Raises:
-        ValueError: if it has another shape or dtype.
-    """
+    """Raise ValueError unless a state has this shape and the accumulation dtype of the values."""
     check_shape(name, state, shape, like=query)
     if state.dtype != accumulation_dtype(value):
         raise ValueError(
@@ -158,12 +138,9 @@ def check_state(name: str, state: Tensor, shape: tuple[int, ...], query: Tensor,
 
 
 def check_rows(rows: Tensor | None, state: Tensor, query: Tensor) -> int:
-    """Check the `rows` of a step and return how many blocks the state must have: B if there are none.
+    """How many blocks the state must have: B without `rows`, which are int64 `[B]` (else ValueError).
 
     That each of them is a block, the kernel sees itself.
-
-    Raises:
-        ValueError: if they are not int64 `[B]`.
     """
     if rows is None:
         return query.shape[0]
@@ -174,11 +151,7 @@ def check_rows(rows: Tensor | None, state: Tensor, query: Tensor) -> int:
 
 
 def check_blocks(*state: Tensor) -> None:
-    """Check a state that is changed in place: every block of its tensors must be dense, with none over another.
-
-    Raises:
-        ValueError: for the first tensor that is not so.
-    """
+    """Refuse (ValueError) a state that cannot be changed in place: blocks must be dense, with none over another."""
     for x in state:
         if not x.is_contiguous() and not (x[:1].is_contiguous() and x.stride(0) >= x[:1].numel()):
             raise ValueError(
@@ -188,13 +161,9 @@ def check_blocks(*state: Tensor) -> None:
 
 
 def check_results(query: Tensor, made: Sequence[Tensor], **results: Tensor | None) -> None:
-    """Check results of a forward pass, or their gradients, each by the tensor of `made` in its place.
+    """Raise ValueError for the first result or gradient that has not the shape and dtype of its tensor in `made`.
 
-    Args:
-        made: tensors with the shape and dtype of the result, on any device (on `meta` they take no memory).
-
-    Raises:
-        ValueError: for the first tensor of another shape or dtype.
+    The tensors of `made` may be on any device (on `meta` they take no memory).
     """
     for (name, tensor), like in zip(results.items(), made, strict=True):  # none may reach C without a check
         check_shape(name, tensor, tuple(like.shape), like=query)
@@ -203,10 +172,6 @@ def check_results(query: Tensor, made: Sequence[Tensor], **results: Tensor | Non
 
 
 def check_needed(needed: Sequence[bool], count: int) -> None:
-    """Check the last argument of a backward operator.
-
-    Raises:
-        ValueError: if it does not say for each of `count` tensors whether its gradient is needed.
-    """
+    """Raise ValueError unless `needed` says for `count` tensors whether a backward operator computes their gradient."""
     if len(needed) != count:
         raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the {count} tensors.")

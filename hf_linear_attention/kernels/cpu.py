@@ -90,11 +90,7 @@ class KernelBackend(NamedTuple):
 
 @functools.cache
 def requested_backend() -> str:
-    """The value of the environment variable `HF_LINEAR_ATTENTION_BACKEND`: `auto` (the default) or `torch`.
-
-    Raises:
-        ValueError: if it has another value.
-    """
+    """The environment variable `HF_LINEAR_ATTENTION_BACKEND`: `auto` (the default) or `torch`; else ValueError."""
     backend = os.environ.get(BACKEND_VARIABLE, "auto")
     if backend not in BACKENDS:
         raise ValueError(f"`{BACKEND_VARIABLE}` = {backend!r} is not one of {', '.join(BACKENDS)}; set one of them.")
@@ -149,13 +145,10 @@ def choose_bfloat16(library: Any) -> str:
 
 
 def bfloat16_products(features: int, requested: str) -> str:
-    """The fastest way to multiply on a processor with these features, or the requested one.
+    """The fastest way to multiply on a processor with these features, or the requested one (ValueError if it cannot).
 
     AVX512-BF16 has twice the rate of float32 on AMD's processors and half of it on Intel's. Nothing is timed, because
     results must not change from run to run.
-
-    Raises:
-        ValueError: if the processor cannot do what is requested.
     """
     usable = usable_products(features)
     if requested in usable:
@@ -192,9 +185,7 @@ def package_folder() -> Path | None:
 def load(path: Path) -> Any:
     """Load the library at `path` and declare its functions.
 
-    Raises:
-        OSError: if the file is missing or cannot be loaded.
-        ValueError: if it is not a library of this package, or is of another version than this file.
+    OSError if the file cannot be loaded; ValueError if it is no library of this package, or one of another version.
     """
     loaded = ctypes.CDLL(str(path))
     numbers = (ctypes.c_int64 * 256)()  # another version may write more numbers than ABI has
@@ -446,8 +437,7 @@ def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
 def _described(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array:
     """For each tensor, in bytes: its address, its strides except the last, which must be 1, and its element size.
 
-    Raises:
-        TypeError: for a tensor that C cannot read, whoever made it.
+    TypeError for a tensor that C cannot read, whoever made it.
     """
     numbers: list[int] = []
     for place, tensor in enumerate(tensors):

@@ -50,12 +50,7 @@ DELTA = "Tensor query, Tensor key, Tensor value, Tensor log_decay, Tensor beta, 
 
 
 def delta_step(given: Sequence[Any], key_mask: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """The operator `gated_delta_step` or `gated_delta_step_` where C takes the arguments of `gated_delta`.
-
-    Raises:
-        ValueError: if the shapes, dtypes or devices do not match.
-        IndexError: if one of the rows is no block.
-    """
+    """The operator `gated_delta_step` or `gated_delta_step_` where C takes the arguments of `gated_delta`."""
     query, key, value, _, _, state, _ = given
     if state is None or key_mask is not None or query.shape[-2:-1] != (1,) or not takes_step(query, key, value, state):
         return None
@@ -65,11 +60,7 @@ def delta_step(given: Sequence[Any], key_mask: Tensor | None, rows: Tensor | Non
 
 
 def check_arguments(given: Sequence[Any], key_mask: Tensor | None, rows: Tensor | None) -> None:
-    """Check the arguments of `torch_kernels.delta.gated_delta`.
-
-    Raises:
-        ValueError: for the first invalid argument.
-    """
+    """Raise ValueError for the first invalid argument of `torch_kernels.delta.gated_delta`."""
     query, key, value, log_decay, beta, state, _ = given
     check_delta(query, key, value, log_decay, beta, state, rows)
     check_mask(key_mask, key, query)
@@ -105,11 +96,7 @@ def check_delta(
     state: Tensor | None,
     rows: Tensor | None = None,
 ) -> None:
-    """Check the tensors of `gated_delta`, except the mask.
-
-    Raises:
-        ValueError: for the first invalid argument.
-    """
+    """Raise ValueError for the first invalid tensor of `gated_delta`, except the mask."""
     batch, heads, kv_heads = check_heads(query, key, value)
     per_token, (features, width) = (batch, kv_heads, query.shape[2]), (key.shape[3], value.shape[3])
     check_shape("query", query, (batch, heads, key.shape[2], features), like=query)

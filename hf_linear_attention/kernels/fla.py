@@ -184,11 +184,7 @@ def _is_recurrent(query: Tensor, *others: Tensor | None) -> bool:
 def delta_on_gpu(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`torch_kernels.delta.plain_delta` with `erases` on CUDA, in float32; the blocks of bfloat16 values are bfloat16.
-
-    Raises:
-        ImportError: if fla-core or triton is missing.
-    """
+    """`torch_kernels.delta.plain_delta` with `erases` on CUDA in float32; blocks of bfloat16 values are bfloat16."""
     kernels = _delta_kernels(log_decay.ndim == 4)
     if kernels is None:
         raise ImportError("fla-core or triton is missing; call `takes_on_gpu` first.")

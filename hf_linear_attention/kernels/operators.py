@@ -392,11 +392,7 @@ def makes_features(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor |
 
 
 def attention(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """The operator `attention` where a graph or C takes these tensors; None leaves checked arguments to torch.
-
-    Raises:
-        ValueError: if the shapes, dtypes or devices do not match.
-    """
+    """The operator `attention` where a graph or C takes these tensors; None leaves checked arguments to torch."""
     query, key, value, key_mask, *_ = given
     if needs_plain(value) or not (torch.compiler.is_compiling() or takes_attention(query, key, value, key_mask, 1)):
         check_attention(*given)
@@ -413,14 +409,10 @@ def attention_step(
     log_features: bool,
     rows: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
-    """The operator `attention_step` or `attention_step_` where C takes these tensors; None leaves them to torch.
+    """The operator `attention_step` or `attention_step_` where C takes these tensors; None leaves checked ones to
+    torch.
 
-    Args:
-        rows: None, or int64 `[B]`: the blocks of `state` that are read and written.
-
-    Raises:
-        ValueError: if the shapes, dtypes or devices do not match.
-        IndexError: if one of the rows is no block.
+    `rows` is None, or int64 `[B]`: the blocks of `state` that are read and written; IndexError if one is no block.
     """
     given = (query, key, value, state, log_decay, log_features)
     if (log_features or log_decay is None) and takes_step(query, key, value, state):
@@ -444,11 +436,7 @@ def slot_attention(
 ) -> torch.Tensor | None:
     """The operator where C takes these tensors; None leaves checked arguments to torch.
 
-    torch's fused kernel is made for many queries and many keys; if no gradient is required, C takes two thirds of its
-    time.
-
-    Raises:
-        ValueError: if the shapes, dtypes or devices do not match.
+    torch's fused kernel is made for many queries and many keys; without gradients, C takes two thirds of its time.
     """
     check_slots(query, key, value, visible)
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
@@ -459,11 +447,7 @@ def slot_attention(
 
 
 def check_slots(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None) -> None:
-    """Check the arguments of the operator `slot_attention`.
-
-    Raises:
-        ValueError: for the first invalid argument.
-    """
+    """Raise ValueError for the first invalid argument of the operator `slot_attention`."""
     batch, heads, kv_heads = check_heads(query, key, value)
     check_shape("query", query, (batch, heads, query.shape[2], key.shape[3]), like=query)
     if visible is None:

@@ -115,9 +115,8 @@ class AftAttention(AftOptions, AttentionMechanism):
     def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
         """Weigh the values per channel and gate them; see `AttentionMechanism.forward`.
 
-        Raises:
-            ValueError: for more than `max_length` positions (`full` and `local`).
-            NotImplementedError: for packed sequences in a traced graph (`local`, `conv` and `full`).
+        ValueError for more than `max_length` positions (`full` and `local`); NotImplementedError for packed sequences
+        in a traced graph (`local`, `conv` and `full`).
         """
         query, key, value, attention_mask, _, is_causal, *_ = inputs
         if self.variant == "simple" and not is_causal:
@@ -182,11 +181,7 @@ class AftAttention(AftOptions, AttentionMechanism):
         return output, new_state
 
     def _positions(self, real: torch.Tensor, num_seen: torch.Tensor | int = 0) -> torch.Tensor:
-        """The number of real tokens before each token, `[B, N]`.
-
-        Raises:
-            ValueError: if there are more than `max_length`.
-        """
+        """The number of real tokens before each token, `[B, N]`; ValueError if there are more than `max_length`."""
         position = (num_seen + real.cumsum(dim=1) - 1).clamp(min=0)
         knows = position.device.type != "meta" and is_eager(position) and position.numel() > 0
         if self.variant != "conv" and knows and (longest := int(position.max()) + 1) > self.max_length:

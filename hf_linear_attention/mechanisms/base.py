@@ -107,11 +107,7 @@ class AttentionMechanism(MechanismOptions, nn.Module):
         self.signature = f"{type(self).__name__}({options})"
 
     def layer_setting(self, name: str) -> Any:
-        """The value of an option for this layer; an option with `is_per_layer` may be a list of values.
-
-        Raises:
-            ValueError: if the list has no value for this layer.
-        """
+        """The value of an option for this layer, of its list if it has one (ValueError if that is too short)."""
         value = self.settings[name]
         if not isinstance(value, (list, tuple)):
             return value

@@ -115,12 +115,9 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
         return inputs._replace(query=query, key=key, positions=None)
 
     def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
-        """The gated delta rule; see `AttentionMechanism.forward`.
+        """The gated delta rule, causal and with gates (else ValueError); see `AttentionMechanism.forward`.
 
         The state is S `[B, Hkv, F, D]` and, with convolutions, the W - 1 newest queries, keys and values.
-
-        Raises:
-            ValueError: without gates, or in the bidirectional form.
         """
         if inputs.gates is None or not inputs.is_causal:
             raise ValueError("`gated_delta` is causal and needs `gates`; compute them with the method of that name.")

@@ -70,11 +70,7 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         return inputs._replace(query=query, key=key, positions=None)
 
     def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
-        """phi(q)·S / phi(q)·Z by the fastest kernel for these arguments; see `AttentionMechanism.forward`.
-
-        Raises:
-            ValueError: without the `gates` that the settings ask for.
-        """
+        """phi(q)·S / phi(q)·Z by the fastest kernel; see `AttentionMechanism.forward`. Missing `gates`: ValueError."""
         query, key, value, attention_mask, scaling, is_causal, *_ = inputs
         old: Any = state[0] if state else None
         if self.gate is not None:

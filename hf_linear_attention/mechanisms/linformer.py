@@ -106,11 +106,7 @@ class LinformerAttention(LinformerOptions, AttentionMechanism):
             init.copy_(tensor, self.projection.initial(tensor.shape, self.num_slots, generator))
 
     def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
-        """Compress keys and values and attend to the result; see `AttentionMechanism.forward`.
-
-        Raises:
-            ValueError: for more positions than E has columns.
-        """
+        """Compress keys and values, at most as many as E has columns (ValueError), and attend to the result."""
         key, value, hidden = self._compress(inputs.key, inputs.value, inputs.attention_mask)
         return slot_attention(inputs.query, key, value, ~hidden, inputs.scaling).transpose(1, 2), None
 

@@ -47,11 +47,7 @@ class LinformerLinearAttention(LinformerLinearOptions, LinformerAttention):
         self.feature_map.reset_parameters(self.generator())
 
     def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
-        """Compress the key features and the values, and attend to the slots; see `AttentionMechanism.forward`.
-
-        Raises:
-            ValueError: for more positions than E has columns.
-        """
+        """Compress key features and values, at most as many as E has columns (ValueError), and attend to the slots."""
         query, key, value, mask, scaling, *_ = inputs
         self._check_length(key)
         key = without_padding(key, mask)

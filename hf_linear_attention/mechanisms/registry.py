@@ -37,11 +37,7 @@ MECHANISMS: dict[str, type[AttentionMechanism]] = {
 
 
 def refuse_shape(name: str, shape: LayerShape, needed: str, settings: Mapping[str, Any]) -> None:
-    """Refuse an attention layer of class `name` that needs a capability which its mechanism lacks.
-
-    Raises:
-        ValueError: with the mechanisms that could be used instead.
-    """
+    """Raise ValueError for an attention layer of class `name` that needs a capability which its mechanism lacks."""
     mechanism = MECHANISMS[settings["mechanism"]]
     if obstacle := mechanism.obstacle(needed, settings):
         raise ValueError(

@@ -41,11 +41,7 @@ def scaled(hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def hidden_size_of(shape: LayerShape) -> int:
-    """E of a layer whose mechanism has gates.
-
-    Raises:
-        ValueError: if it is unknown.
-    """
+    """E of a layer whose mechanism has gates; ValueError if it is unknown."""
     if shape.hidden_size is None:
         raise ValueError("Gates are computed from hidden states; give the layer's `hidden_size`.")
     return shape.hidden_size

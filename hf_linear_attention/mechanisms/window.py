@@ -248,11 +248,7 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         return None
 
     def _refuse_numbers(self, is_causal: bool, state: State | None) -> None:
-        """Refuse packed sequences where they are not supported.
-
-        Raises:
-            ValueError: if there are cached tokens, or in an encoder.
-        """
+        """Raise ValueError for packed sequences after cached tokens, or in an encoder."""
         if state:
             raise ValueError(
                 "Got packed sequences after cached tokens; linear attention takes them only with an empty cache."
@@ -532,8 +528,7 @@ def flipped(inputs: MechanismInputs) -> MechanismInputs:
 def attend_both_ways(mechanism: Any, inputs: MechanismInputs) -> Tensor:
     """The output `[B, N, H, D]`: a causal sweep over the keys before the window, and one over those after it.
 
-    Raises:
-        NotImplementedError: with ALiBi, whose biases the rows of global tokens would lack.
+    NotImplementedError with ALiBi, whose biases the rows of global tokens would lack.
     """
     if mechanism.alibi is not None:
         raise NotImplementedError(f"{type(mechanism).__name__} has no bidirectional form with ALiBi.")

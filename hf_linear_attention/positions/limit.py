@@ -66,11 +66,7 @@ class PositionLimit:
         self.padding_id, self.is_offset = table.padding_idx, table.num_embeddings > positions
 
     def __call__(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Check the arguments of one call.
-
-        Raises:
-            ValueError: if a token would have no position.
-        """
+        """Raise ValueError if a token of this call would have no position."""
         if torch.compiler.is_compiling():  # a graph for any length must not depend on this one
             return
         given = {**dict(zip(self.names, arguments)), **keywords}

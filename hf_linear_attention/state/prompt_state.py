@@ -220,11 +220,7 @@ def _fill(cache: DynamicCache, number: int, tensors: list[torch.Tensor], made: A
 
 
 def identity_of(model: Any) -> dict[str, Any]:
-    """The properties of the model on which a state depends.
-
-    Raises:
-        TypeError: for what is not a converted model.
-    """
+    """The properties of the converted model (else TypeError) on which a state depends."""
     if getattr(getattr(model, "config", None), "linear_attention", None) is None:
         raise TypeError(f"Got a {type(model).__name__}, which is not converted; pass a model that `convert` returns.")
     weights = hashlib.sha256()  # of every parameter and persistent buffer, which costs .7 CPU seconds per GiB

@@ -22,10 +22,7 @@ PROVIDERS: list[Callable[[], Any]] = []
 def register_implementations(interface: int, functions: Mapping[str, Callable[..., Any]]) -> None:
     """Add implementations, by the names under which the functions of this folder ask for them.
 
-    Each returns None for arguments that it does not take.
-
-    Raises:
-        ValueError: if they were written for another version of the interface.
+    Each returns None for arguments that it does not take. ValueError for those of another version of the interface.
     """
     if interface != INTERFACE:
         raise ValueError(f"Got kernels for interface {interface}; this code has interface {INTERFACE}.")

@@ -25,8 +25,7 @@ class ConvertedModelConfig(VerifyAndUpdateConfig):
     def verify_and_update_model_config(model_config: Any) -> None:
         """Mark converted layers in `layer_types`; vLLM takes a model of `full_attention` alone for one without states.
 
-        Raises:
-            ValueError: for families that vLLM cannot run.
+        ValueError for families that vLLM cannot run.
         """
         config = model_config.hf_config
         refuse_family(config)

@@ -59,11 +59,7 @@ def is_encoder(config: Any) -> bool:
 
 
 def refuse_family(config: Any) -> None:
-    """Refuse a model that would compute something else in vLLM than in transformers.
-
-    Raises:
-        ValueError: for such a model; it names the family and the reason.
-    """
+    """Refuse (ValueError) a model that would compute something else in vLLM than in transformers."""
     family = config.stock_model_type
     reason = REASONS.get(family)
     if is_encoder(config):
@@ -90,15 +86,9 @@ def counts_after_padding(model: Any) -> bool:
 
 
 def check_positions(model: Any, longest: int) -> None:
-    """Compare the tables of learned positions with the longest text once, and no longer in each pass.
+    """Raise ValueError if the `longest` text exceeds a table of learned positions, once and not in each pass.
 
     A pass has the tokens of many texts, so its length says nothing, and to look at positions would wait for a GPU.
-
-    Args:
-        longest: vLLM's `max_model_len`.
-
-    Raises:
-        ValueError: if a token of such a text would have no position.
     """
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
@@ -113,11 +103,7 @@ def check_positions(model: Any, longest: int) -> None:
 
 
 def refuse_other_values(module: Any) -> None:
-    """Refuse a converted attention whose values are not as wide as its keys.
-
-    Raises:
-        ValueError: for multi-head latent attention; it names the class.
-    """
+    """Refuse (ValueError) multi-head latent attention, whose values are not as wide as its keys."""
     width, value_width = module.linear_attention.shape.head_dim, getattr(module, "v_head_dim", None)
     if value_width not in (None, width):
         raise ValueError(

@@ -42,8 +42,7 @@ class _Given(nn.Module):
 def match_logits(processor: Any, config: PreTrainedConfig) -> None:
     """Let vLLM's processor of logits do what the model does with the products of its output layer.
 
-    Raises:
-        ValueError: if the model does more than to multiply them, or to cap them by `final_logit_softcapping`.
+    ValueError if the model does more than to multiply them, or to cap them by `final_logit_softcapping`.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -107,8 +106,7 @@ class ClassificationHead:
     def pooling(self) -> str:
         """Which hidden states of a text the classifier reads, as vLLM calls it: found by trying it on random numbers.
 
-        Raises:
-            ValueError: if it reads anything but the first one, the last one or their mean.
+        ValueError if it reads anything but the first one, the last one or their mean.
         """
         for part in (self.pooler, *self.parts.values()):
             for parameter in part.parameters() if part is not None else ():
