@@ -35,22 +35,8 @@ _LAZY = {
     "save_prompt_state": "state.prompt_state",
     "softmax_attention": "modeling_linear_attention",
     "supported_model_types": "tested_architectures",
-    "write_conversion_files": "conversion.report",
 }
-__all__ = [
-    "LinearAttentionSettings",
-    "calibrate",
-    "convert",
-    "convert_and_heal",
-    "convert_config",
-    "kernel_backend",
-    "load_prompt_state",
-    "register_feature_map",
-    "register_mechanism",
-    "save_prompt_state",
-    "softmax_attention",
-    "supported_model_types",
-]
+__all__ = list(_LAZY)
 
 
 def __getattr__(name: str) -> Any:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface
@@ -43,9 +44,9 @@ POSITIONS = {"position_embeddings", "relative_position_embeddings"}
 class AttentionCall:
     """One call of the attention interface."""
 
-    query: torch.Tensor  # [1, H, N, D]
-    key: torch.Tensor  # [1, Hkv, N, D]
-    value: torch.Tensor  # [1, Hkv, N, Dv]
+    query: Tensor  # [1, H, N, D]
+    key: Tensor  # [1, Hkv, N, D]
+    value: Tensor  # [1, Hkv, N, Dv]
     keywords: frozenset[str]
 
 
@@ -80,7 +81,7 @@ class _WithoutWeights(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _distinct(*shape: int) -> torch.Tensor:
+def _distinct(*shape: int) -> Tensor:
     """Float32 numbers that no normalisation makes alike, in size either."""
     last = torch.arange(1, shape[-1] + 1, dtype=torch.float32, device="cpu") ** 1.5
     return last.expand(*shape).clone()
@@ -88,7 +89,7 @@ def _distinct(*shape: int) -> torch.Tensor:
 
 def _stand_in(value: Any) -> Any:
     """Ones in place of a parameter, or of a buffer without values; other tensors come to the CPU."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return value
     if not isinstance(value, nn.Parameter) and not value.is_meta:
         return value.to("cpu")
@@ -97,7 +98,7 @@ def _stand_in(value: Any) -> Any:
 
 
 def _on_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
+    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 def attention_call(
@@ -105,14 +106,9 @@ def attention_call(
 ) -> AttentionCall | None:
     """The call of the attention interface that this module makes itself; None if its forward ends without one.
 
-    The module is left as it was, and so is torch's random state.
-
-    Args:
-        stock_class: whose forward to run; the module may have been converted.
-        positions: what to try as `position_embeddings`, one after the other; by default all that stock models take.
-
-    Raises:
-        NotObservedError: if the forward takes none of the arguments that are tried.
+    The module is left as it was, and so is torch's random state. NotObservedError if the forward takes none of the
+    arguments that are tried, among them the `positions` as `position_embeddings`, by default all that stock models
+    take.
     """
     own_attributes = dict(vars(module))
     try:
@@ -156,12 +152,7 @@ def interface_keywords(module: nn.Module, stock_class: type) -> frozenset[str] |
 
 
 def _spy(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
 ) -> NoReturn:
     raise _InterfaceReachedError(module, AttentionCall(query, key, value, frozenset(kwargs)))
 
@@ -206,22 +197,11 @@ def rotary_widths(module: Any) -> list[int]:
     return list(dict.fromkeys([head_dim, *own, head_dim // 2, head_dim // 4]))
 
 
-def cos_and_sin(cos: Any, sin: Any, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def cos_and_sin(cos: Any, sin: Any, width: int) -> tuple[Tensor, Tensor]:
     """`position_embeddings` `[1, N, width]` in float32 that are the same at every position."""
     shape = (1, NUM_TOKENS, width)
     first, second = (torch.as_tensor(x, dtype=torch.float32, device="cpu").expand(shape) for x in (cos, sin))
     return first, second
-
-
-class _OfEveryLayerType(dict):
-    """Holds the same pair for whatever layer type is asked for."""
-
-    def __init__(self, pair: tuple[torch.Tensor, torch.Tensor]):
-        super().__init__()
-        self.pair = pair
-
-    def __missing__(self, layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.pair
 
 
 def _position_embeddings(module: Any, hidden_size: int) -> Iterator[Any]:
@@ -235,5 +215,5 @@ def _position_embeddings(module: Any, hidden_size: int) -> Iterator[Any]:
     for shape in ((1, NUM_TOKENS, hidden_size), (1, 2 * NUM_TOKENS - 1, hidden_size), (2, NUM_TOKENS, 1, 1, widths[0])):
         yield torch.ones(shape, dtype=torch.float32, device="cpu")
     yield torch.zeros(NUM_TOKENS, NUM_TOKENS, dtype=torch.long, device="cpu")
-    yield from map(_OfEveryLayerType, pairs)
+    yield from (defaultdict(lambda pair=pair: pair) for pair in pairs)  # the same for whatever layer type
     yield None

@@ -49,12 +49,7 @@ def spread(settings: Mapping[str, Any], stock_class: type, config: PreTrainedCon
 
 
 def entries_by_layer(settings: Mapping[str, Any], converted: Sequence[int], num_layers: int) -> Any:
-    """The settings of each group of equal layers; a single dict if all converted layers have the same settings.
-
-    Args:
-        settings: settings of which some have values by layer.
-        converted: the layers to convert.
-        num_layers: the number of attention layers of the model.
+    """The settings of each group of equal layers; a single dict if all `converted` layers have the same settings.
 
     Raises:
         ValueError: naming every range that overlaps another one, is incomplete, or contains no converted layer; every

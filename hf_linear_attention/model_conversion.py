@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
@@ -369,8 +370,8 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
     modules = [m for m in converted_modules(model) if m.linear_attention.needs_calibration(m.linear_attention.settings)]
     if not modules:
         return 0
-    queries: dict[Any, list[torch.Tensor]] = {module: [] for module in modules}
-    keys: dict[Any, list[torch.Tensor]] = {module: [] for module in modules}
+    queries: dict[Any, list[Tensor]] = {module: [] for module in modules}
+    keys: dict[Any, list[Tensor]] = {module: [] for module in modules}
 
     def collect(seen: ObservedAttention) -> None:
         if seen.module not in queries:
@@ -397,7 +398,7 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
 
 
 def _check_batch(batch: Any, needed: str) -> None:
-    if not isinstance(batch, Mapping) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
+    if not isinstance(batch, Mapping) or not all(isinstance(value, Tensor) for value in batch.values()):
         raise TypeError(
             f"Got a batch of type {type(batch).__name__}; it must map names to tensors, as a tokenizer does."
         )
@@ -405,7 +406,7 @@ def _check_batch(batch: Any, needed: str) -> None:
         raise ValueError(f"Got a batch with {', '.join(map(str, batch)) or 'nothing'}; it must have `{needed}`.")
 
 
-def _real_tokens(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _real_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
     """`[B, heads, N, D]` -> `[1, heads, T, D]`, the T tokens where `mask` bool `[B, N]` is True, or all of them."""
     tokens = x.transpose(1, 2)
     tokens = tokens.flatten(0, 1) if mask is None else tokens[mask]

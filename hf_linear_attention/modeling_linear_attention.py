@@ -355,7 +355,9 @@ def linear_model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     model_class.__init__ = initialize
     divide_long_inputs(model_class, linear_attention_modules)
     model_class.forward = explained(model_class.forward)
-    _copy_checkpoint_conversion(stock, model_class)
+    # Older or split checkpoints (ViT, GPT-NeoX, MoE), whose weights are renamed, load into our class as well.
+    copy_checkpoint_conversion(stock.__name__, name)
+    copy_checkpoint_conversion(stock.config_class.model_type, config_class.model_type)
     return model_class
 
 
@@ -383,13 +385,6 @@ def _without_init(module: str, name: str, is_cross: bool) -> Any:
     stock = getattr(importlib.import_module(module), name)
     linear: Any = linear_model_class(stock) if issubclass(stock, PreTrainedModel) else _attention_class(stock, is_cross)
     return linear.__new__(linear)
-
-
-def _copy_checkpoint_conversion(stock: type, model_class: type) -> None:
-    """Let older or split checkpoints (ViT, GPT-NeoX, MoE), whose weights are renamed, load into our class as well."""
-    model_type = stock.config_class.model_type
-    for source, target in ((stock.__name__, model_class.__name__), (model_type, model_class.config_class.model_type)):
-        copy_checkpoint_conversion(source, target)
 
 
 def __getattr__(name: str) -> type[PreTrainedModel]:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .attention.architectures import attention_modules, layer_type, stock_class_of
+from .attention.architectures import layer_type, stock_class_of
 from .attention.transformers_internals import ROTARY_ARGUMENTS
 from .attention_calls import NotObservedError, attention_call, cos_and_sin, rotary_widths
 from .configuration_linear_attention import max_length_of
@@ -42,7 +42,7 @@ class RotaryPairing:
     channels_per_column: int
     direction: int = 1
 
-    def by_channel(self, x: torch.Tensor) -> torch.Tensor:
+    def by_channel(self, x: Tensor) -> Tensor:
         """cos or sin `[..., columns]` -> `[..., r]`, one value per rotated channel."""
         num_pairs = x.shape[-1] * self.channels_per_column // 2
         if self.angles == "channel":
@@ -50,7 +50,7 @@ class RotaryPairing:
         x = x[..., :num_pairs]
         return torch.cat((x, x), dim=-1) if self.angles == "half" else x.repeat_interleave(2, dim=-1)
 
-    def turned(self, x: torch.Tensor) -> torch.Tensor:
+    def turned(self, x: Tensor) -> Tensor:
         """J x for `x [..., r]`: every pair (a, b) becomes (-b, a), or (b, -a) in the opposite direction."""
         if self.pairing == "half":
             first, second = x.chunk(2, dim=-1)
@@ -58,25 +58,6 @@ class RotaryPairing:
         else:
             turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
         return turned if self.direction == 1 else -turned
-
-
-@dataclass(frozen=True)
-class RotaryFacts:
-    """The rotary positions of one layer.
-
-    Args:
-        pairing: `half` or `interleaved`, see `RotaryPairing`; None for a layer without rotary positions.
-        rotary_dim: the number of rotated channels per head, which come first.
-        inv_freq: radians per token for each pair of channels, in their order.
-        attention_factor: the factor on cos and sin (YaRN); logits are multiplied by its square.
-        depends_on_input: whether the frequencies change with the length of the input (`dynamic`, `longrope`).
-    """
-
-    pairing: str | None
-    rotary_dim: int = 0
-    inv_freq: tuple[float, ...] = ()
-    attention_factor: float = 1.0
-    depends_on_input: bool = False
 
 
 # Pairings found so far, by everything in which two layers of one class could differ.
@@ -121,9 +102,7 @@ def _observed_pairing(module: nn.Module, stock_class: type) -> RotaryPairing | s
     return "are not a pair of cos and sin"
 
 
-def _pairing_of(
-    plain: torch.Tensor, turned: torch.Tensor, scaled: torch.Tensor, width: int
-) -> RotaryPairing | str | None:
+def _pairing_of(plain: Tensor, turned: Tensor, scaled: Tensor, width: int) -> RotaryPairing | str | None:
     """The pairing that one head `[D]` shows with (cos, sin) = (1, 0), (0, 1) and (0, column number from 1)."""
     is_rotated = ~torch.isclose(turned, plain, rtol=1e-5)  # a norm after the rotation causes rounding
     rotated = int(is_rotated.sum())
@@ -142,64 +121,48 @@ def _pairing_of(
     return "pair the channels in an unknown way"
 
 
-@torch.no_grad()
-def rotary_facts(model: PreTrainedModel) -> dict[str, RotaryFacts]:
-    """`{name: facts}` of every self-attention, from the cos and sin that the model's own rotary embedding computes."""
-    return {name: _facts_of(model, name, module) for name, module in attention_modules(model).items()}
-
-
 def observed_rotary(model: PreTrainedModel, modules: Mapping[int, nn.Module]) -> list[dict[str, Any]]:
     """The setting `rotary` for these attention modules, by layer: one entry for all layers with equal positions.
 
     ValueError for rotary positions that `positions.RotaryShift` cannot move, or that change with the input.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    layers: dict[RotaryFacts, list[int]] = {}
+    layers: dict[tuple[str, tuple[float, ...]], list[int]] = {}
     for layer, module in modules.items():
         try:
-            facts = _facts_of(model, names[id(module)], module)
-        except (
-            AttributeError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-        ) as error:  # of a stock embedding that is not tested
+            found = _rotary_of(model, names[id(module)], module)
+        except (AttributeError, LookupError, RuntimeError, TypeError) as error:  # of an untested stock embedding
             name = stock_class_of(module).__name__
             raise ValueError(f"the rotary positions of {name} cannot be computed alone: {error!r}") from error
-        if facts.depends_on_input:
-            raise ValueError(
-                f"the rotary frequencies of {stock_class_of(module).__name__} change with the length of the input "
-                "(`dynamic`, `longrope`); use `rope` = `before_map`."
-            )
-        if facts.pairing is not None:
-            layers.setdefault(facts, []).append(layer)
+        if found is not None:
+            layers.setdefault(found, []).append(layer)
     return [
-        {"layers": numbers, "pairing": facts.pairing, "inverse_frequencies": list(facts.inv_freq)}
-        for facts, numbers in layers.items()
+        {"layers": numbers, "pairing": pairing, "inverse_frequencies": list(frequencies)}
+        for (pairing, frequencies), numbers in layers.items()
     ]
 
 
-def _facts_of(model: PreTrainedModel, name: str, module: Any) -> RotaryFacts:
+def _rotary_of(model: PreTrainedModel, name: str, module: Any) -> tuple[str, tuple[float, ...]] | None:
+    """The pairing and the radians per token for each pair of channels; None for a layer without rotary positions."""
     takes_positions = "position_embeddings" in inspect.signature(stock_class_of(module).forward).parameters
     pairing = rotary_pairing(module) if takes_positions else None
     if pairing is None:
-        return RotaryFacts(None)
+        return None
     embedding = _embedding_of(model, name)
     far = 8 * (max_length_of(module.config) or 0)
     with torch.device("cpu"):  # the model may be built on meta
         angles, norms = _angles_and_norms(embedding, module, pairing, [0, 1])
         long_angles, long_norms = _angles_and_norms(embedding, module, pairing, [0, 1, far])
+        if not (torch.equal(angles, long_angles) and torch.equal(norms, long_norms)):
+            raise ValueError(
+                f"the rotary frequencies of {stock_class_of(module).__name__} change with the length of the input "
+                "(`dynamic`, `longrope`); use `rope` = `before_map`."
+            )
         frequencies = _as_stored(angles, embedding) * pairing.direction
-        return RotaryFacts(
-            pairing.pairing,
-            2 * len(angles),
-            tuple(frequencies.tolist()),
-            norms.mean().item(),
-            not (torch.equal(angles, long_angles) and torch.equal(norms, long_norms)),
-        )
+        return pairing.pairing, tuple(frequencies.tolist())
 
 
-def _as_stored(angles: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
+def _as_stored(angles: Tensor, embedding: nn.Module) -> Tensor:
     """The frequencies as the embedding stores them: those from angles have a rounding error that positions multiply."""
     for stored in _on_cpu(embedding).buffers():
         if stored.shape == angles.shape and torch.allclose(stored, angles, rtol=1e-5, atol=0):
@@ -220,12 +183,11 @@ def _embedding_of(model: PreTrainedModel, name: str) -> nn.Module:
 
 def _angles_and_norms(
     embedding: nn.Module, module: nn.Module, pairing: RotaryPairing, positions: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The angle and the length of (cos, sin) for each pair of channels at position 1."""
     embedding = _on_cpu(embedding)
-    arguments = (
-        {"layer_type": layer_type(module)} if "layer_type" in inspect.signature(embedding.forward).parameters else {}
-    )
+    takes_type = "layer_type" in inspect.signature(embedding.forward).parameters
+    arguments = {"layer_type": layer_type(module)} if takes_type else {}
     ids = torch.tensor([positions], dtype=torch.long, device="cpu")
     like = torch.zeros(1, dtype=torch.float32, device="cpu")
     cos, sin = (pairing.by_channel(x)[0, 1] for x in embedding(like, ids, **arguments))

@@ -200,9 +200,8 @@ def _window(module: Any) -> str | None:
 
 
 def _chunk(module: Any) -> str | None:
-    size = (
-        getattr(config_of(module), "attention_chunk_size", None) if layer_type(module) == "chunked_attention" else None
-    )
+    is_chunked = layer_type(module) == "chunked_attention"
+    size = getattr(config_of(module), "attention_chunk_size", None) if is_chunked else None
     return f"sees its own chunk of {size} tokens only" if _hides(size, config_of(module)) else None
 
 

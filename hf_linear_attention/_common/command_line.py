@@ -115,14 +115,8 @@ def given_options(
 ) -> dict[str, Any]:
     """The options that `argv` gives, and those that it does not from the YAML file of its `--config`, in their types.
 
-    Args:
-        parser: the parser of `groups`.
-        groups: the dataclasses of the options.
-        argv: the command line.
-        named: a folder with files that `--config` may name without their path.
-
-    Raises:
-        UsageError: naming every option that there is not, and every value that cannot be used.
+    `named` is a folder with files that `--config` may name without their path. UsageError names every option that there
+    is not, and every value that cannot be used.
     """
     values, kinds = vars(parser.parse_args(list(argv))), kinds_of(*groups)
     path = _config_path(values.pop("config", None), named)

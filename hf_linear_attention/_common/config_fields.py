@@ -77,11 +77,7 @@ CONFIG: list[Row] = [
         "an object of Auto classes and classes in files, such as modeling.Model",
         lambda value: isinstance(value, dict) and all(map(_is_class_name, value.values())),
     ),
-    (
-        "linear_attention",
-        "settings of a mechanism, or a list of them, in which `rotary` is a list of objects",
-        _are_settings,
-    ),
+    ("linear_attention", "settings of a mechanism, or a list of them, with `rotary` a list of objects", _are_settings),
     (
         "linear_attention_classes",
         "an object of classes of attention, each with a list of causal, bidirectional and cross",

@@ -18,18 +18,10 @@ NAMES_SHOWN = 4  # the number of names in a message
 def check_complete(
     name: object, model: nn.Module, missing: Iterable[str], unexpected: Iterable[str], new: str | None = None
 ) -> None:
-    """Refuse a model of which some weights are random, or that leaves out layers of its checkpoint.
+    """Refuse (UsageError) a model of which some weights are random, or that leaves out layers of its checkpoint.
 
-    Poolers may be missing, because most checkpoints are saved without one and most uses ignore it.
-
-    Args:
-        name: the checkpoint, for the message.
-        missing: the names in the model for which the checkpoint has no tensor.
-        unexpected: the names in the checkpoint for which the model has no place.
-        new: what begins the names of the part that may be random, because it will be trained; None for no such part.
-
-    Raises:
-        UsageError: naming the tensors.
+    Poolers may be missing, because most checkpoints are saved without one and most uses ignore it. `new` begins the
+    names of the part that may be random, because it will be trained.
     """
     lacking = sorted(key for key in missing if "pooler" not in key and (new is None or key.startswith(new)))
     if lacking:

@@ -17,11 +17,7 @@ BAR_AFTER = 2.0
 
 
 def progress(parts: Iterable[T], what: str, is_shown: bool = True) -> Iterable[T]:
-    """The same parts, with a bar on stderr if that is a terminal; the bar disappears at the end.
-
-    Args:
-        is_shown: of several processes, one shows the bar.
-    """
+    """The same parts, with a bar on stderr if that is a terminal and `is_shown`; the bar disappears at the end."""
     bar: Iterable[T] = tqdm(parts, desc=what, disable=None if is_shown else True, leave=False, delay=BAR_AFTER)
     return bar
 

@@ -84,7 +84,8 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     """
     folder = Path(output_dir)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    report = _read_report(folder)
+    path = folder / REPORT
+    report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     # A trained model was trained from a converted checkpoint, whose report names the original model.
     base_model = report.get("base_model_name") or report.get("base_model", facts["base_model"])
     title = name or folder.name
@@ -196,14 +197,10 @@ def _results(task: str, data: str, metrics: Mapping[str, Any]) -> list[EvalResul
     """The figures of held-out data in the form in which the Hub shows them; `eval_recall` may be of other texts."""
     from huggingface_hub import EvalResult
 
-    numbers = {
-        name: value
-        for name, value in metrics.items()
-        if type(value) in (int, float) and not name.startswith("eval_recall")
-    }
     return [
         EvalResult(task, data, data, "_".join(re.findall(r"\w+", name.lower())), value, metric_name=name)
-        for name, value in numbers.items()
+        for name, value in metrics.items()
+        if type(value) in (int, float) and not name.startswith("eval_recall")
     ]
 
 
@@ -251,17 +248,11 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _read_report(folder: Path) -> dict[str, Any]:
-    path = folder / REPORT
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
 def _auto_class(config: Mapping[str, Any]) -> str:
     """The Auto class that `auto_map` lists for the saved class."""
     architecture = (config.get("architectures") or [""])[0]
-    found = [
-        auto for auto, target in (config.get("auto_map") or {}).items() if str(target).endswith(f".{architecture}")
-    ]
+    classes = (config.get("auto_map") or {}).items()
+    found = [auto for auto, target in classes if str(target).endswith(f".{architecture}")]
     found.sort(key=lambda auto: auto in LAST_CHOICE)
     return found[0] if found else head_of_config(config).auto_class
 

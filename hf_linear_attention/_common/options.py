@@ -109,13 +109,7 @@ class Facts:
 
 
 def option(text: str, default: Any = dataclasses.MISSING, choices: Sequence[str] | None = None, **facts: Any) -> Any:
-    """A dataclass field for an option, which is required unless it has a `default`.
-
-    Args:
-        text: the help text.
-        choices: the allowed values, if the type does not tell them.
-        **facts: see `Facts`.
-    """
+    """A dataclass field for an option, required unless it has a `default`; `choices` if the type does not tell them."""
     metadata = {"help": text, "facts": Facts(**facts), **({"choices": choices} if choices else {})}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -216,16 +210,12 @@ def typed_options(
     """The options with values of their own types, from texts of a command line or values of YAML or Python.
 
     Lists and values by layer become a text with commas, unless the type of the option is `Any`. An option that is None
-    is left out.
+    is left out. UsageError names every option that there is not, and every value that cannot be used.
 
     Args:
-        values: the values by the names of options.
         kinds: all options that there are.
         place: where the values stand, for errors, as in " in recipe.yaml".
         removed: options that there are no more, or values (as `option value`), and what to do instead.
-
-    Raises:
-        UsageError: naming every option that there is not, and every value that cannot be used.
     """
     problems = [unknown_option(str(name), kinds, removed, place) for name in values if name not in kinds]
     found = {}

@@ -29,13 +29,8 @@ OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFI
 def reading(file: object, advice: str = AGAIN, *, names_ours: bool = True) -> Iterator[None]:
     """A context in which a library reads `file`, or builds what it describes: its errors become one that names it.
 
-    Args:
-        file: what is read, as the beginning of the message.
-        advice: the end of the message for an error of a library.
-        names_ours: whether errors that this package raises with its own words are about this file too.
-
-    Raises:
-        UsageError: with `advice`, for any error that is not of the machine, such as a full disk.
+    That is a UsageError with `advice`, unless it is an error of the machine, such as a full disk. With `names_ours`,
+    errors that this package raises with its own words are about this file too.
     """
     try:
         yield

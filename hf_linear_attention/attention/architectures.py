@@ -35,12 +35,9 @@ OWN_SOFTMAX = {"GitSelfAttention"}
 
 
 def attention_modules(model: Any, cross: bool = False) -> dict[str, Any]:
-    """`{name: module}` of every attention module that uses the attention interface, in the order of the model.
+    """`{name: module}` of every self-attention, or cross-attention, that uses the attention interface, in their order.
 
     The config of a converted model names their classes.
-
-    Args:
-        cross: whether to return the modules that attend to another sequence instead of those that attend to their own.
     """
     classes = getattr(getattr(model, "config", None), "linear_attention_classes", None)
     if classes is None:
@@ -89,13 +86,11 @@ def layer_shape(module: Any, layer: int, config: PreTrainedConfig) -> LayerShape
     ValueError if the module has them under none of the names that transformers uses.
     """
     config = getattr(module, "config", config)
-    num_heads = _first_attribute(module, ("num_heads", "num_attention_heads", "n_heads")) or _first_attribute(
-        config, ("num_attention_heads", "n_heads", "n_head")
-    )
+    num_heads = _first_attribute(module, "num_heads", "num_attention_heads", "n_heads")
+    num_heads = num_heads or _first_attribute(config, "num_attention_heads", "n_heads", "n_head")
     # `qk_head_dim` comes first, because `head_dim` means something else in multi-head latent attention.
-    head_dim = _first_attribute(
-        module, ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
-    )
+    names = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+    head_dim = _first_attribute(module, *names)
     if not num_heads or not head_dim:
         raise ValueError(
             f"Cannot determine the number of heads (got {num_heads}) and head_dim (got {head_dim}) of "
@@ -124,7 +119,7 @@ def refuse_without_hidden_states(module: Any, layer: int, needed: str, mechanism
     )
 
 
-def _first_attribute(owner: Any, names: tuple[str, ...]) -> int | None:
+def _first_attribute(owner: Any, *names: str) -> int | None:
     return next((getattr(owner, name) for name in names if getattr(owner, name, None) is not None), None)
 
 
@@ -150,11 +145,6 @@ def skips_position_bias(module: Any, settings: Mapping[str, Any]) -> bool:
     if "position_bias" not in settings["drop"] or settings["layers"] != "all":
         return False
     return "position_bias" in inspect.signature(type(module).forward).parameters and hasattr(module, "o")
-
-
-def _stock_module(module: Any) -> Any:
-    """The modeling file of transformers that defines the stock class."""
-    return sys.modules[getattr(type(module), "stock_class", type(module)).__module__]
 
 
 def own_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,9 +181,9 @@ class BloomAttention:
     def alibi_slopes(module: Any) -> tuple[float, ...]:
         """One per head."""
         with torch.device("cpu"):  # the model may be built on meta
-            bias = _stock_module(module).build_alibi_tensor(
-                torch.ones(1, 2, dtype=torch.float32, device="cpu"), module.num_heads, torch.float32
-            )
+            mask = torch.ones(1, 2, dtype=torch.float32, device="cpu")
+            file: Any = sys.modules[stock_class_of(module).__module__]
+            bias = file.build_alibi_tensor(mask, module.num_heads, torch.float32)
         return tuple((bias[:, 0, 1] - bias[:, 0, 0]).tolist())
 
 
@@ -214,9 +204,8 @@ class MptAttention:
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-        query, key, value = (
-            x.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2) for x in mixed.chunk(3, dim=2)
-        )
+        heads = (x.unflatten(2, (self.n_heads, self.head_dim)) for x in mixed.chunk(3, dim=2))
+        query, key, value = (x.transpose(1, 2) for x in heads)
         if (cache := cache_among((*args, *kwargs.values()))) is not None:
             key, value = cache.update(key, value, self.layer_idx)
         has_own_mask = attention_implementation(self.model_config) == attention_implementation(self.config)
@@ -231,7 +220,8 @@ class MptAttention:
     def alibi_slopes(module: Any) -> tuple[float, ...]:
         """One per head."""
         with torch.device("cpu"):  # the model may be built on meta
-            bias = _stock_module(module).build_mpt_alibi_tensor(module.n_heads, 2)
+            file: Any = sys.modules[stock_class_of(module).__module__]
+            bias = file.build_mpt_alibi_tensor(module.n_heads, 2)
         return tuple((bias[:, 0, 1] - bias[:, 0, 0]).tolist())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer, StaticLayer
 
 from ..mechanisms.base import MechanismInputs, State
@@ -27,12 +28,12 @@ RECURRENT_STATES = (
 class Tokens(NamedTuple):
     """Tokens that a state may have to take in again."""
 
-    key: torch.Tensor  # [B, Hkv, S, D]
-    value: torch.Tensor  # [B, Hkv, S, D]
-    attention_mask: torch.Tensor | None = None  # bool [B, S]
-    positions: torch.Tensor | None = None  # int32 [B, S], where the mechanism needs them
-    gates: torch.Tensor | None = None  # float32 [B, S, C], where the mechanism needs them
-    query: torch.Tensor | None = None  # [B, H, S, D], where the state depends on them
+    key: Tensor  # [B, Hkv, S, D]
+    value: Tensor  # [B, Hkv, S, D]
+    attention_mask: Tensor | None = None  # bool [B, S]
+    positions: Tensor | None = None  # int32 [B, S], where the mechanism needs them
+    gates: Tensor | None = None  # float32 [B, S, C], where the mechanism needs them
+    query: Tensor | None = None  # [B, H, S, D], where the state depends on them
 
 
 class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
@@ -59,7 +60,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         CacheLayerMixin.__init__(self)
         LinearAttentionLayer.__init__(self, number_of_states)
         self.max_cache_len, self.static = max_cache_len, static
-        self.cumulative_length: int | torch.Tensor = torch.tensor(0, dtype=torch.long, device="cpu") if static else 0
+        self.cumulative_length: int | Tensor = torch.tensor(0, dtype=torch.long, device="cpu") if static else 0
         self.siblings: list[Any] = []  # all layers of the cache
         self.state: State | None = None
         self.owns_state = False  # whether one more token may be written over it, because no other tensor has its memory
@@ -74,7 +75,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
     def replacing(cls, layer: Any) -> LinearAttentionStateLayer:
         """A new layer that replaces a softmax layer; ValueError if that holds keys and values, which make no state."""
         length = layer.get_seq_length()
-        if not isinstance(length, torch.Tensor) and length > 0:
+        if not isinstance(length, Tensor) and length > 0:
             raise ValueError(
                 f"Got a cache that already holds {length} tokens of softmax keys and values, but a linear attention "
                 "layer needs its state from the first token on. Pass an empty cache, or none."
@@ -92,7 +93,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         return new
 
     def lazy_initialization(
-        self, key_states: torch.Tensor | None = None, value_states: torch.Tensor | None = None, **recurrent: Any
+        self, key_states: Tensor | None = None, value_states: Tensor | None = None, **recurrent: Any
     ) -> None:
         """Adopt the device and dtype of the first keys, or initialise a recurrent state of the stock model."""
         if recurrent:
@@ -147,9 +148,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         if (cached := self.num_rows) not in (None, num_rows):
             raise ValueError(other_rows(cached, num_rows))
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return only the new keys and values, which the mechanism adds to the state.
 
         ValueError if softmax attention calls it, or they do not match the earlier ones; nothing has changed then.
@@ -257,7 +256,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         self.state = self.state_at_crop = state
         self.pending, self.owns_state = None, False
 
-    def get_seq_length(self) -> int | torch.Tensor:
+    def get_seq_length(self) -> int | Tensor:
         """The number of tokens seen; a tensor if `static`."""
         return self.cumulative_length
 
@@ -300,11 +299,11 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         """Repeat each row `repeats` times."""
         self._map_batch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices`."""
         self._map_batch(lambda tensor: tensor[indices])
 
-    def _map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _map_batch(self, function: Callable[[Tensor], Tensor]) -> None:
         def over(tensors: tuple[Any, ...] | None) -> Any:
             return None if tensors is None else tuple(None if t is None else function(t) for t in tensors)
 
@@ -324,7 +323,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
     prefetch = offload
 
 
-def has_own_memory(tensor: torch.Tensor) -> bool:
+def has_own_memory(tensor: Tensor) -> bool:
     """Whether a tensor is dense and fills its memory, as a part of another one does not."""
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
 
@@ -359,7 +358,7 @@ def refuse_other_softmax_rows(cache: Any, layer_idx: int, num_rows: int) -> None
     """Raise ValueError for a softmax layer of `cache` with another batch size, whose stock code would fail half-way."""
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
     keys = getattr(layers[layer_idx], "keys", None) if layer_idx < len(layers) else None
-    if isinstance(keys, torch.Tensor) and keys.ndim == 4 and keys.numel() and keys.shape[0] != num_rows:
+    if isinstance(keys, Tensor) and keys.ndim == 4 and keys.numel() and keys.shape[0] != num_rows:
         raise ValueError(other_rows(keys.shape[0], num_rows))
 
 
@@ -368,21 +367,17 @@ def _concatenate(entries: Sequence[Tokens], length: int) -> Tokens | None:
     if length == 0:
         return None
     keys, values, masks, positions, gates, queries = zip(*entries)
-    mask = place = gate = query = None
     if any(entry is not None for entry in (*masks, *positions)):
-        real = (
+        masks = tuple(
             torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device) if entry is None else entry
             for key, entry in zip(keys, masks)
         )
-        mask = torch.cat(list(real), dim=1)[:, :length]
-    if positions[0] is not None:
-        place = torch.cat(positions, dim=1)[:, :length]
-    if gates[0] is not None:
-        gate = torch.cat(gates, dim=1)[:, :length]
-    if queries[0] is not None:
-        query = torch.cat(queries, dim=2)[:, :, :length]
-    key, value = (torch.cat(parts, dim=2)[:, :, :length] for parts in (keys, values))
-    return Tokens(key, value, mask, place, gate, query)
+
+    def joined(parts: Sequence[Any], dim: int) -> Any:
+        return None if parts[0] is None else torch.cat(parts, dim=dim).narrow(dim, 0, length)
+
+    key, value, query = (joined(parts, 2) for parts in (keys, values, queries))
+    return Tokens(key, value, *(joined(parts, 1) for parts in (masks, positions, gates)), query)
 
 
 def state_layer(cache: Any, layer_idx: int) -> LinearAttentionStateLayer:

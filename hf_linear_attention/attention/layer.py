@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..mechanisms.base import MechanismInputs
@@ -33,13 +34,8 @@ IMPLEMENTATION = "linear_attention"
 
 
 def linear_attention_forward(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """The attention function registered as `linear_attention`; it calls `module.attend`, or ValueError if there is
     none.
 
@@ -54,7 +50,7 @@ def linear_attention_forward(
     return output.contiguous(), weights  # some stock layers call `view` on the output
 
 
-def linear_attention_mask_of_config(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+def linear_attention_mask_of_config(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask function registered as `linear_attention`: that of the code which the config of the model belongs to."""
     return getattr(kwargs.get("config"), "linear_attention_mask", linear_attention_mask)(*args, **kwargs)
 
@@ -66,7 +62,7 @@ if IMPLEMENTATION not in AttentionMaskInterface().valid_keys():
     AttentionMaskInterface.register(IMPLEMENTATION, linear_attention_mask_of_config)
 
 
-def is_autocast(tensor: torch.Tensor) -> bool:
+def is_autocast(tensor: Tensor) -> bool:
     """Whether autocast is enabled on the device of this tensor."""
     return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)  # torch knows none for `meta`
 
@@ -75,7 +71,7 @@ def check_softmax_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """Check, before a softmax layer beside converted layers runs, that its cache has the batch size of the input."""
     cache = cache_among((*args, *kwargs.values()))
     hidden = args[0] if args else kwargs.get("hidden_states")
-    if cache is not None and isinstance(hidden, torch.Tensor) and hidden.ndim == 3 and not is_tracing():
+    if cache is not None and isinstance(hidden, Tensor) and hidden.ndim == 3 and not is_tracing():
         refuse_other_softmax_rows(cache, module.layer_idx, hidden.shape[0])
 
 
@@ -89,7 +85,7 @@ class LinearizedAttention:
     linear_attention_observer: Callable[..., None] | None = None
     # An engine that keeps the states of its requests itself, as vLLM does, sets this function. It gets the mechanism's
     # inputs before `prepare`, without positions, and returns the output `[B, N, H, D]`.
-    linear_attention_backend: Callable[[MechanismInputs], torch.Tensor] | None = None
+    linear_attention_backend: Callable[[MechanismInputs], Tensor] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the stock forward with two more arguments for the attention function, which it passes on.
@@ -128,11 +124,11 @@ class LinearizedAttention:
             kwargs["position_bias"] = hidden.new_zeros(1, 1, 1, 1)  # otherwise T5 would make one of size N x N
         return super().forward(*args, **kwargs)
 
-    def _gates(self, hidden_states: Any, is_observed: bool) -> torch.Tensor:
+    def _gates(self, hidden_states: Any, is_observed: bool) -> Tensor:
         """The gates of the mechanism, outside of autocast; observed ones have gradients, as observed outputs do."""
         size = self.linear_attention.shape.hidden_size
-        if not isinstance(hidden_states, torch.Tensor) or hidden_states.ndim != 3 or hidden_states.shape[2] != size:
-            found = tuple(hidden_states.shape) if isinstance(hidden_states, torch.Tensor) else hidden_states
+        if not isinstance(hidden_states, Tensor) or hidden_states.ndim != 3 or hidden_states.shape[2] != size:
+            found = tuple(hidden_states.shape) if isinstance(hidden_states, Tensor) else hidden_states
             raise ValueError(
                 f"{type(self).__name__} got `hidden_states` of shape {found}; {type(self.linear_attention).__name__} "
                 f"computes gates from hidden states of shape (rows, tokens, {size})."
@@ -156,30 +152,24 @@ class LinearizedAttention:
 
     def attend(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         *,
         state_layer: LinearAttentionStateLayer | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Linear attention in place of the attention function.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Linear attention in place of the attention function, for `query [B, H, N, D]` and `key [B, Hkv, S, D]`.
 
-        Dropout of attention weights is left out, because there is no N x N matrix to apply it to.
-
-        Args:
-            query: `[B, H, N, D]`.
-            key, value: `[B, Hkv, S, D]`.
-
-        Returns:
-            The output `[B, N, H, D]`, and the weights `[B, H, N, S]` if they were requested, else None.
+        Dropout of attention weights is left out, because there is no N x N matrix to apply it to. The results are the
+        output `[B, N, H, D]`, and the weights `[B, H, N, S]` if they were requested, else None.
 
         Raises:
             ValueError: for a mask or an argument of softmax attention that linear attention cannot honour, or for a
                 cache of another batch size.
         """
-        seen: int | torch.Tensor = 0
+        seen: int | Tensor = 0
         if state_layer is not None:
             if state_layer.is_claimed:  # `update` was not called, as in cross-attention after the first step
                 state_layer.refuse_other_rows(query.shape[0])
@@ -195,7 +185,7 @@ class LinearizedAttention:
             output = self._attend(inputs, state_layer)
             return self._with_parameters(output) if self.training and torch.is_grad_enabled() else output, None
 
-    def _with_parameters(self, output: torch.Tensor) -> torch.Tensor:
+    def _with_parameters(self, output: Tensor) -> Tensor:
         """The output, on which every trainable parameter of the mechanism depends, if only with a gradient of 0.
 
         A short input may need no far keys, and distributed training waits for the gradient of each parameter.
@@ -205,16 +195,16 @@ class LinearizedAttention:
 
     def mechanism_inputs(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         *,
-        seen: int | torch.Tensor = 0,
+        seen: int | Tensor = 0,
         scaling: float | None = None,
         is_causal: bool | None = None,
-        position_ids: torch.Tensor | None = None,
-        gates: torch.Tensor | None = None,
+        position_ids: Tensor | None = None,
+        gates: Tensor | None = None,
         **kwargs: Any,
     ) -> MechanismInputs:
         """Convert the arguments of a stock attention function to the inputs of the mechanism.
@@ -244,13 +234,13 @@ class LinearizedAttention:
                 f"Got `attn_implementation` = `{name}`, with which transformers makes no mask for linear attention, so "
                 "that padding would count. Choose `sdpa` or `eager`."
             )
-        if mask is not None and not isinstance(mask, torch.Tensor):
+        if mask is not None and not isinstance(mask, Tensor):
             raise ValueError(
                 f"Got an attention mask of type {type(mask).__name__}, as `attn_implementation` = `{name}` makes it; "
                 "linear attention reads masks that are tensors. Choose `sdpa` or `eager`."
             )
 
-    def _positions(self, position_ids: torch.Tensor | None, query: torch.Tensor, seen: int) -> torch.Tensor:
+    def _positions(self, position_ids: Tensor | None, query: Tensor, seen: int) -> Tensor:
         """`position_ids`, or where the stock model keeps them from its layers the numbers of the tokens, as it does."""
         if position_ids is None:
             position_ids = (seen + torch.arange(query.shape[2], dtype=torch.long, device=query.device)).unsqueeze(0)
@@ -265,9 +255,7 @@ class LinearizedAttention:
                     f"softmax (setting `layers`), or convert without it (add `{feature}` to the setting `drop`)."
                 )
 
-    def _read_mask(
-        self, mask: torch.Tensor, key: torch.Tensor, seen: int | torch.Tensor, is_causal: bool
-    ) -> torch.Tensor | None:
+    def _read_mask(self, mask: Tensor, key: Tensor, seen: int | Tensor, is_causal: bool) -> Tensor | None:
         """The mask of the keys, bool `[B, S]`, or the numbers of packed sequences; None if all keys are visible."""
         drop = self.linear_attention.settings["drop"]
         if mask.is_floating_point() and "position_bias" in drop:
@@ -278,7 +266,7 @@ class LinearizedAttention:
         key_mask, segments = read_mask(mask, key.shape[2], seen, is_causal, batch_size=size, is_windowed=is_windowed)
         return key_mask if segments is None else segments
 
-    def _attend(self, inputs: MechanismInputs, state_layer: LinearAttentionStateLayer | None) -> torch.Tensor:
+    def _attend(self, inputs: MechanismInputs, state_layer: LinearAttentionStateLayer | None) -> Tensor:
         query = inputs.query
         if query.shape[1] != self.linear_attention.shape.num_heads:
             self._refuse_some_heads(query.shape[1])
@@ -340,8 +328,11 @@ class LinearizedAttention:
 
     def _attend_with_weights(
         self, inputs: MechanismInputs, state_layer: LinearAttentionStateLayer | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output, and the weights `[B, H, N, S]` over the keys of this call; a state has no weights to show."""
+    ) -> tuple[Tensor, Tensor]:
+        """The output, and the weights `[B, H, N, S]` over the keys of this call; a state has no weights to show.
+
+        They are the output for v = identity (Performer 2020, appendix C.4), as every mechanism here is linear in v.
+        """
         if not self.linear_attention.supports("weights", self.linear_attention.settings):
             raise ValueError(
                 f"{type(self.linear_attention).__name__} has no matrix of weights per head; leave out "
@@ -357,20 +348,6 @@ class LinearizedAttention:
         return output, weights
 
 
-def cross_state_layer(cache: Any, layer_idx: int) -> LinearAttentionStateLayer | None:
-    """The state layer of the cross-attention cache at `layer_idx`, created if missing; None for a cache without one."""
-    cache = getattr(cache, "cross_attention_cache", None)
-    if cache is None:
-        return None
-    while len(cache.layers) <= layer_idx:
-        cache.layers.append(cache.layer_class_to_replicate())
-    layer = cache.layers[layer_idx]
-    if not getattr(layer, "holds_linear_state", False):
-        layer = cache.layers[layer_idx] = LinearAttentionStateLayer.replacing(layer)
-        layer.siblings = cache.layers
-    return layer
-
-
 class LinearizedCrossAttention(LinearizedAttention):
     """Mixed in before a stock attention class whose keys come from another sequence."""
 
@@ -378,16 +355,15 @@ class LinearizedCrossAttention(LinearizedAttention):
     attends_across = True
 
     def find_state_layer(self, cache: Any) -> LinearAttentionStateLayer | None:
-        """The cross-attention state layer of `cache` for this layer, or None."""
-        return cross_state_layer(cache, self.layer_idx)
+        """The cross-attention state layer of `cache` for this layer, or None for a cache without cross-attention."""
+        cache = getattr(cache, "cross_attention_cache", None)
+        return None if cache is None else state_layer(cache, self.layer_idx)
 
     def _refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
         # T5 passes a bias of zeros to its cross-attention.
         super()._refuse_arguments({name: value for name, value in kwargs.items() if name != "position_bias"})
 
-    def _read_mask(
-        self, mask: torch.Tensor, key: torch.Tensor, seen: int | torch.Tensor, is_causal: bool
-    ) -> torch.Tensor | None:
+    def _read_mask(self, mask: Tensor, key: Tensor, seen: int | Tensor, is_causal: bool) -> Tensor | None:
         """Read the mask of the keys, equal for all queries; after the first step the keys are in the state."""
         if key.shape[2] == 0:
             return None
@@ -408,7 +384,7 @@ class LinearizedCrossAttention(LinearizedAttention):
             visible = rows[:, 0].expand(key.shape[0], -1).contiguous()
         return visible
 
-    def _attend(self, inputs: MechanismInputs, state_layer: LinearAttentionStateLayer | None) -> torch.Tensor:
+    def _attend(self, inputs: MechanismInputs, state_layer: LinearAttentionStateLayer | None) -> Tensor:
         """Attend; new keys, if any, are the whole other sequence, from which the state is made anew."""
         key, num_keys = inputs.key, inputs.key.shape[2]
         state = None if num_keys or state_layer is None else state_layer.state

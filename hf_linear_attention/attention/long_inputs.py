@@ -34,10 +34,6 @@ def divide_long_inputs(model_class: Any, linear_modules: Callable[[Any], Mapping
     Not divided are passes with gradients, inside torch.compile or torch.export, with labels, packed sequences, masks of
     more than two axes, arguments that this module does not know, and in models with stock recurrent layers, which need
     not continue a state with more than one token. Heads whose outputs are not per token keep their `forward`.
-
-    Args:
-        model_class: a class made from `model_class.stock_class`.
-        linear_modules: the converted layers of a model by name.
     """
     stock = model_class.stock_class
     is_cached = {"input_ids", "use_cache"} <= set(inspect.signature(stock.forward).parameters)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..mechanisms.base import MechanismInputs
 from ..torch_kernels.blocks import is_tracing
@@ -30,14 +31,14 @@ def linear_attention_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | torch.Tensor = 0,
+    q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable = CAUSAL,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """The mask function of the attention implementation `linear_attention` (arguments as for `sdpa_mask`).
 
     Raises:
@@ -67,7 +68,7 @@ def linear_attention_mask(
             )
         # With a cache the older keys are in the state; without one, cross-attention may have any number of keys. A
         # static cache has room for more.
-        is_cached = isinstance(q_offset, torch.Tensor) or q_offset + q_length == kv_length
+        is_cached = isinstance(q_offset, Tensor) or q_offset + q_length == kv_length
         is_cached |= "allow_is_bidirectional_skip" not in kwargs and attention_mask.shape[1] != kv_length
         length, q_offset = (q_length, _known(q_offset)) if is_cached else (kv_length, 0)
         _refuse_sizes(attention_mask, batch_size, length, q_offset, has_room=False)
@@ -81,23 +82,19 @@ def linear_attention_mask(
     return segments[:, None, None]
 
 
-def _known(seen: int | torch.Tensor) -> int | torch.Tensor:
+def _known(seen: int | Tensor) -> int | Tensor:
     """The length of a static cache as a number, if reading it costs nothing."""
-    is_free = isinstance(seen, torch.Tensor) and seen.device.type == "cpu" and not is_tracing()
+    is_free = isinstance(seen, Tensor) and seen.device.type == "cpu" and not is_tracing()
     return int(seen) if is_free else seen
 
 
-def _refuse_sizes(
-    mask: torch.Tensor, batch_size: int | None, length: int, seen: int | torch.Tensor, has_room: bool
-) -> None:
+def _refuse_sizes(mask: Tensor, batch_size: int | None, length: int, seen: int | Tensor, has_room: bool) -> None:
     """Refuse (ValueError) a mask `[rows, ..., columns]` that is not of `length` new tokens after `seen` cached ones.
 
-    Args:
-        batch_size: the batch size of the tokens; None skips the check of the rows.
-        has_room: whether more columns are allowed, for future tokens of a static cache.
+    Without `batch_size`, any number of rows will do. With `has_room`, a static cache has columns for future tokens.
     """
     rows, columns = mask.shape[0], mask.shape[-1]
-    is_short = columns < length if isinstance(seen, torch.Tensor) else columns != length and columns < seen + length
+    is_short = columns < length if isinstance(seen, Tensor) else columns != length and columns < seen + length
     is_long = not has_room and isinstance(seen, int) and columns not in (length, seen + length)
     if batch_size in (None, rows) and not is_short and not is_long:
         return
@@ -113,7 +110,7 @@ def _refuse_sizes(
     )
 
 
-def _new_columns(mask: torch.Tensor, length: int, offset: int | torch.Tensor) -> torch.Tensor:
+def _new_columns(mask: Tensor, length: int, offset: int | Tensor) -> Tensor:
     """The columns of the `length` newest keys in a mask `[B, columns]`, of which the first `offset` are older.
 
     A mask of the new keys alone (columns == length) is returned unchanged.
@@ -131,10 +128,10 @@ def _packed_segments(
     mask_function: Callable[..., Any],
     batch_size: int,
     length: int,
-    offset: int | torch.Tensor,
+    offset: int | Tensor,
     device: torch.device | str,
     may_look_ahead: bool,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Number the packed sequences `[B, N]` from 1, by O(N) calls of the mask function; None if there is only one."""
     if length <= 1:
         return None
@@ -156,14 +153,14 @@ def _packed_segments(
 
 
 def read_mask(
-    mask: torch.Tensor | None,
+    mask: Tensor | None,
     length: int,
-    seen: int | torch.Tensor,
+    seen: int | Tensor,
     is_causal: bool,
     *,
     batch_size: int | None = None,
     is_windowed: bool = False,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:
     """Convert any mask that reaches an attention layer to `(key mask bool [B, S], segments [B, S])`, each or None.
 
     Args:
@@ -188,7 +185,7 @@ def read_mask(
     is_shared = mask.ndim == 4 and mask.shape[0] == 1
     # The mask of a window lacks the columns of older keys; the last columns are those of the newest keys.
     before = 0 if is_windowed and mask.ndim == 4 else _known(seen)
-    has_room = mask.ndim == 4 and (is_windowed or isinstance(seen, torch.Tensor))
+    has_room = mask.ndim == 4 and (is_windowed or isinstance(seen, Tensor))
     _refuse_sizes(mask, None if is_shared else batch_size, length, before, has_room)
     if mask.ndim == 4 and mask.shape[2] not in (1, length):
         raise ValueError(
@@ -204,8 +201,8 @@ def read_mask(
 
 
 def _read_columns(
-    mask: torch.Tensor, length: int, seen: int | torch.Tensor, is_causal: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    mask: Tensor, length: int, seen: int | Tensor, is_causal: bool
+) -> tuple[Tensor | None, Tensor | None]:
     if mask.is_floating_point():
         mask = mask > -1.0  # an additive mask is 0 where a key is visible, and a large negative number elsewhere
     if mask.ndim == 4 and mask.shape[2] > 1:
@@ -216,8 +213,8 @@ def _read_columns(
 
 
 def _read_square_mask(
-    mask: torch.Tensor, length: int, seen: int | torch.Tensor, is_causal: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    mask: Tensor, length: int, seen: int | Tensor, is_causal: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Read `mask [B, N, columns]`: its diagonal shows padding, and the entry before it whether a sequence continues."""
     start = min(seen, mask.shape[2] - length) if isinstance(seen, int) else seen
     position = torch.arange(length, dtype=torch.long, device=mask.device)
@@ -237,7 +234,7 @@ def _read_square_mask(
     return (None if valid.all() else valid), (segments if (segments > 1).any() else None)
 
 
-def _check_square_mask(square: torch.Tensor, segments: torch.Tensor, is_causal: bool) -> None:
+def _check_square_mask(square: Tensor, segments: Tensor, is_causal: bool) -> None:
     """Refuse a mask that is not explained by padding, causality, packing and a band (sliding window)."""
     expected = (segments.unsqueeze(2) == segments.unsqueeze(1)) & (segments > 0).unsqueeze(1)
     if is_causal:
@@ -263,7 +260,7 @@ def _check_square_mask(square: torch.Tensor, segments: torch.Tensor, is_causal: 
         )
 
 
-def attend_packed(attend: Callable[[MechanismInputs], torch.Tensor], inputs: MechanismInputs) -> torch.Tensor:
+def attend_packed(attend: Callable[[MechanismInputs], Tensor], inputs: MechanismInputs) -> Tensor:
     """Attend within each packed sequence, by calling `attend` for a padded batch of them.
 
     Sequences are grouped by length, rounded up to a power of two, so padding at most doubles the work. This is exact
@@ -276,7 +273,7 @@ def attend_packed(attend: Callable[[MechanismInputs], torch.Tensor], inputs: Mec
     Returns:
         `[B, N, H, D]`, 0 at padding.
     """
-    query, segments = inputs.query, cast(torch.Tensor, inputs.attention_mask)
+    query, segments = inputs.query, cast(Tensor, inputs.attention_mask)
     batch, heads, length, _ = query.shape
     # Each row starts a new run, even if its first number equals the last one of the row before.
     change = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 import transformers
+from torch import Tensor
 from transformers import Cache
 from transformers.utils import output_capturing
 
@@ -162,7 +162,7 @@ def converting() -> Iterator[None]:
         _CONVERTS.reset(token)
 
 
-def is_loaded(tensor: torch.Tensor) -> bool:
+def is_loaded(tensor: Tensor) -> bool:
     """Whether the weights of a checkpoint have replaced this one, so that it is not to be initialised."""
     return getattr(tensor, "_is_hf_initialized", False)
 
@@ -254,11 +254,7 @@ def is_stateful(model: Any) -> bool:
 
 
 def wants_attentions(kwargs: Mapping[str, Any], config: Any) -> bool:
-    """Whether the forward that is running is to return attention weights (`output_attentions`).
-
-    Args:
-        kwargs: what the stock layer passes to its attention function.
-    """
+    """Whether the forward whose layer passes `kwargs` is to return attention weights (`output_attentions`)."""
     if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         return True
     collector = output_capturing._active_collector.get()

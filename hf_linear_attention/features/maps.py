@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..torch_kernels.blocks import (
@@ -58,15 +58,15 @@ class FeatureMap(nn.Module):
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Initialise the parameters and buffers, except those that a checkpoint has just filled."""
 
-    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_queries(self, query: Tensor, scaling: float) -> Tensor:
         """Map queries `[B, H, N, D]` to `[B, H, N, F]`: features, or exponents if `log_features` is true."""
         raise NotImplementedError
 
-    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_keys(self, key: Tensor, scaling: float) -> Tensor:
         """Map keys `[B, Hkv, S, D]` to `[B, Hkv, S, F]`: features, or exponents if `log_features` is true."""
         raise NotImplementedError
 
-    def forward_visible_keys(self, key: torch.Tensor, scaling: float, key_mask: torch.Tensor | None) -> torch.Tensor:
+    def forward_visible_keys(self, key: Tensor, scaling: float, key_mask: Tensor | None) -> Tensor:
         """`forward_keys` for maps whose features depend on which keys are visible (bool `[B, S]`, or None for all)."""
         return self.forward_keys(key, scaling)
 
@@ -82,15 +82,15 @@ class FeatureMap(nn.Module):
 class ElementwiseFeatureMap(FeatureMap):
     """A feature map that applies one non-negative function to every element of queries and keys."""
 
-    function: ClassVar[Callable[..., torch.Tensor]]
+    function: ClassVar[Callable[..., Tensor]]
     # The derivative of `function`, with which the causal kernel of torch need not store the features.
-    slope: ClassVar[Callable[..., torch.Tensor] | None] = None
+    slope: ClassVar[Callable[..., Tensor] | None] = None
 
-    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_queries(self, query: Tensor, scaling: float) -> Tensor:
         """Apply `function` to every element."""
         return type(self).function(accumulated(query))
 
-    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_keys(self, key: Tensor, scaling: float) -> Tensor:
         """Apply `function` to every element."""
         return type(self).function(accumulated(key))
 
@@ -108,18 +108,18 @@ class _EluPlusOne(torch.autograd.Function):
     """`elu_plus_one` with one new tensor and one saved tensor: its derivative is min(its value, 1)."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         output = _elu_plus_one(x)
         ctx.save_for_backward(output)
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (output,) = ctx.saved_tensors
         return grad * output.clamp(max=1)
 
 
-def _elu_plus_one(x: torch.Tensor) -> torch.Tensor:
+def _elu_plus_one(x: Tensor) -> Tensor:
     if (found := implemented("elu_plus_one", x)) is not None:
         return found
     output = torch.empty_like(x)
@@ -128,7 +128,7 @@ def _elu_plus_one(x: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def elu_plus_one(x: torch.Tensor) -> torch.Tensor:
+def elu_plus_one(x: Tensor) -> Tensor:
     """elu(x) + 1 (Katharopoulos 2020, equation 7), in a form that stays positive where `F.elu(x) + 1` rounds to 0.
 
     The C kernel returns at least the smallest normal number.
@@ -138,16 +138,16 @@ def elu_plus_one(x: torch.Tensor) -> torch.Tensor:
     return _EluPlusOne.apply(x) if torch.is_grad_enabled() else _elu_plus_one(x)
 
 
-def _slope_of_elu(x: torch.Tensor) -> torch.Tensor:
+def _slope_of_elu(x: Tensor) -> Tensor:
     return x.clamp(max=0).exp_()
 
 
-def relu_plus_epsilon(x: torch.Tensor) -> torch.Tensor:
+def relu_plus_epsilon(x: Tensor) -> Tensor:
     """relu(x) + 1e-3 (Performer's generalised ReLU attention); the constant keeps every denominator positive."""
     return x.relu() + 1e-3
 
 
-def _slope_of_relu(x: torch.Tensor) -> torch.Tensor:
+def _slope_of_relu(x: Tensor) -> Tensor:
     return (x > 0).to(x.dtype)
 
 
@@ -173,6 +173,11 @@ class LearnedFeatureMap(FeatureMap):
     log_features = True
     has_num_features = True
 
+    @staticmethod
+    def default_num_features(head_dim: int) -> int:
+        """Twice the head_dim."""
+        return 2 * head_dim
+
     def unscaled_map(self) -> KernelMap | None:
         """The map of queries and keys that are scaled by sqrt(scaling) already, or None if C does not implement it."""
         return None
@@ -187,7 +192,7 @@ class LearnedFeatureMap(FeatureMap):
         key = Affine(key.weight * root, key.bias, norm)
         return KernelMap(unscaled.function, Affine(query.weight * root), key)
 
-    def _project(self, x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
+    def _project(self, x: Tensor, weight: Tensor, scaling: float) -> Tensor:
         dtype = accumulation_dtype(x)
         return project_heads(with_dtype(x, dtype) * math.sqrt(scaling), with_dtype(weight, dtype))
 
@@ -213,11 +218,6 @@ class ExpFeatureMap(LearnedFeatureMap):
         self.key_bias = nn.Parameter(torch.empty(num_key_value_heads, 1, self.num_features))
         self.key_norm_weight = nn.Parameter(torch.empty(num_key_value_heads, 1, 1))
 
-    @staticmethod
-    def default_num_features(head_dim: int) -> int:
-        """Twice the head_dim."""
-        return 2 * head_dim
-
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start with orthogonal Gaussian W, and b = a = 0."""
         # The query heads of a group start with the matrix of their key/value head, so q and k are projected alike.
@@ -231,11 +231,11 @@ class ExpFeatureMap(LearnedFeatureMap):
         init.zeros_(self.key_bias)
         init.zeros_(self.key_norm_weight)
 
-    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_queries(self, query: Tensor, scaling: float) -> Tensor:
         """The exponents x W_q."""
         return self._project(query, self.query_projection, scaling)
 
-    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_keys(self, key: Tensor, scaling: float) -> Tensor:
         """The exponents x W_k + b - a |x|^2 / 2."""
         exponent = self._project(key, self.key_projection, scaling) + with_dtype(self.key_bias, accumulation_dtype(key))
         weight = with_dtype(self.key_norm_weight, exponent.dtype)
@@ -260,11 +260,6 @@ class HedgehogFeatureMap(LearnedFeatureMap):
         self.query_projection = nn.Parameter(torch.empty(num_heads, head_dim, self.num_features // 2))
         self.key_projection = nn.Parameter(torch.empty(num_key_value_heads, head_dim, self.num_features // 2))
 
-    @staticmethod
-    def default_num_features(head_dim: int) -> int:
-        """Twice the head_dim."""
-        return 2 * head_dim
-
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start with W = identity; further columns are orthonormal random vectors."""
         start = identity_start(self.head_dim, self.num_features // 2, generator)
@@ -276,31 +271,31 @@ class HedgehogFeatureMap(LearnedFeatureMap):
         weights = (with_dtype(x, torch.float32) for x in (self.query_projection, self.key_projection))
         return KernelMap(HEDGEHOG, *map(Affine, weights))
 
-    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_queries(self, query: Tensor, scaling: float) -> Tensor:
         """The logarithms of both softmaxes of the projected queries."""
         return self._log_softmaxes(query, self.query_projection, scaling)
 
-    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_keys(self, key: Tensor, scaling: float) -> Tensor:
         """The logarithms of both softmaxes of the projected keys."""
         return self._log_softmaxes(key, self.key_projection, scaling)
 
-    def _log_softmaxes(self, x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
+    def _log_softmaxes(self, x: Tensor, weight: Tensor, scaling: float) -> Tensor:
         projected = self._project(x, weight, scaling)
         return torch.cat((projected.log_softmax(dim=-1), (-projected).log_softmax(dim=-1)), dim=-1)
 
 
-def half_squared_norm(x: torch.Tensor, scaling: float) -> torch.Tensor:
+def half_squared_norm(x: Tensor, scaling: float) -> Tensor:
     """scaling |x|^2 / 2 over the last axis, which is kept with size 1."""
     return squared_norm(x) * (scaling / 2)
 
 
-def squared_norm(x: torch.Tensor) -> torch.Tensor:
+def squared_norm(x: Tensor) -> Tensor:
     """|x|^2 over the last axis, which is kept with size 1."""
     norm = torch.linalg.vector_norm(accumulated(x), dim=-1, keepdim=True)  # allocates no tensor of the size of x
     return norm.square()
 
 
-def identity_start(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+def identity_start(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     """The identity `[rows, columns]`; further columns are orthonormal, because those that start equal stay equal."""
     start = torch.eye(rows, columns, dtype=torch.float32, device="cpu")
     if columns > rows:
@@ -309,14 +304,14 @@ def identity_start(rows: int, columns: int, generator: torch.Generator) -> torch
     return start
 
 
-def orthogonal_random_matrix(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+def orthogonal_random_matrix(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     """A random matrix `[rows, columns]` of Haar orthogonal blocks, its rows scaled to the norms of Gaussian vectors.
 
     Each block has `columns` rows; the last may have fewer. LAPACK's QR is not Haar distributed: without the factor
     sign(diag R) (Mezzadri 2007), the kernel estimate is off by a factor of 0.73 to 1.26 at dimension 16.
     """
 
-    def gaussian(rows: int) -> torch.Tensor:
+    def gaussian(rows: int) -> Tensor:
         return torch.randn(rows, columns, generator=generator, dtype=torch.float64, device="cpu")
 
     blocks = []

@@ -11,9 +11,10 @@ cancel in attention and are left out: 1 / sqrt(M), and for queries exp(-|q|^2 / 
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from transformers import initialization as init
 
 from ..torch_kernels.blocks import EXP, Affine, KernelMap, accumulation_dtype, largest_visible, with_dtype
@@ -25,10 +26,9 @@ class RandomFeatureMap(FeatureMap):
 
     log_features = True
     has_num_features = True
-    estimates_softmax: ClassVar[bool] = True
     # The number of features that one row of W gives.
     features_per_row: ClassVar[int] = 1
-    projection: torch.Tensor
+    projection: Tensor
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class RandomFeatureMap(FeatureMap):
         """Four times the head_dim."""
         return 4 * head_dim
 
-    def draw(self, generator: torch.Generator) -> torch.Tensor:
+    def draw(self, generator: torch.Generator) -> Tensor:
         """Draw a new W `[M, D]` in float32."""
         rows = self.projection.shape[0]
         if self.orthogonal:
@@ -62,10 +62,10 @@ class RandomFeatureMap(FeatureMap):
         """Replace W by a new tensor; the old tensor is not changed, because a backward pass may still need it."""
         self.projection = self.draw(generator).to(self.projection)
 
-    def calibrate(self, query: torch.Tensor, key: torch.Tensor, scaling: float, key_mask: torch.Tensor | None) -> None:
+    def calibrate(self, query: Tensor, key: Tensor, scaling: float, key_mask: Tensor | None) -> None:
         """Fit constants to `query [B, H, N, D]` and `key [B, Hkv, N, D]`; `key_mask` is bool `[B, N]` or None."""
 
-    def _project(self, x: torch.Tensor, scaling: float) -> torch.Tensor:
+    def _project(self, x: Tensor, scaling: float) -> Tensor:
         """The products w·x: `[B, heads, N, D]` -> `[B, heads, N, M]`."""
         dtype = accumulation_dtype(x)
         return (with_dtype(x, dtype) * math.sqrt(scaling)) @ with_dtype(self.projection, dtype).T
@@ -74,11 +74,11 @@ class RandomFeatureMap(FeatureMap):
 class ExpRandomFeatureMap(RandomFeatureMap):
     """FAVOR+, positive features (Performer 2020, Lemma 1): log phi(x) = w·x - |x|^2 / 2."""
 
-    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_queries(self, query: Tensor, scaling: float) -> Tensor:
         """The exponents w·x; the norm term of a query cancels."""
         return self._project(query, scaling)
 
-    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_keys(self, key: Tensor, scaling: float) -> Tensor:
         """The exponents w·x - |x|^2 / 2."""
         return self._project(key, scaling) - half_squared_norm(key, scaling)
 
@@ -87,7 +87,7 @@ class ExpRandomFeatureMap(RandomFeatureMap):
         weight = self._kernel_weight(scaling)
         return KernelMap(EXP, Affine(weight), Affine(weight, norm=weight.new_full((1, 1, 1), scaling)))
 
-    def _kernel_weight(self, scaling: float) -> torch.Tensor:
+    def _kernel_weight(self, scaling: float) -> Tensor:
         """The matrix `[1, D, F]` whose product with x equals `_project`."""
         return (with_dtype(self.projection, torch.float32) * math.sqrt(scaling)).T.unsqueeze(0)
 
@@ -97,11 +97,11 @@ class CoshRandomFeatureMap(ExpRandomFeatureMap):
 
     features_per_row = 2
 
-    def _project(self, x: torch.Tensor, scaling: float) -> torch.Tensor:
+    def _project(self, x: Tensor, scaling: float) -> Tensor:
         projected = super()._project(x, scaling)
         return torch.cat((projected, -projected), dim=-1)
 
-    def _kernel_weight(self, scaling: float) -> torch.Tensor:
+    def _kernel_weight(self, scaling: float) -> Tensor:
         weight = super()._kernel_weight(scaling)
         return torch.cat((weight, -weight), dim=-1)
 
@@ -113,13 +113,12 @@ class ReluRandomFeatureMap(RandomFeatureMap):
     """
 
     log_features = False
-    estimates_softmax = False
 
-    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_queries(self, query: Tensor, scaling: float) -> Tensor:
         """The features relu(w·x) + 1e-3."""
         return relu_plus_epsilon(self._project(query, scaling))
 
-    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_keys(self, key: Tensor, scaling: float) -> Tensor:
         """The features relu(w·x) + 1e-3."""
         return self.forward_queries(key, scaling)
 
@@ -137,16 +136,16 @@ class TrigRandomFeatureMap(RandomFeatureMap):
     features_per_row = 2
     depends_on_all_keys = True
 
-    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_queries(self, query: Tensor, scaling: float) -> Tensor:
         """The features cos(w·x) and sin(w·x)."""
         projected = self._project(query, scaling)
         return torch.cat((projected.cos(), projected.sin()), dim=-1)
 
-    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_keys(self, key: Tensor, scaling: float) -> Tensor:
         """`forward_visible_keys` with all keys visible."""
         return self.forward_visible_keys(key, scaling, None)
 
-    def forward_visible_keys(self, key: torch.Tensor, scaling: float, key_mask: torch.Tensor | None) -> torch.Tensor:
+    def forward_visible_keys(self, key: Tensor, scaling: float, key_mask: Tensor | None) -> Tensor:
         """The features of keys, divided by the largest exp(|k|^2 / 2) of the visible keys."""
         exponent = half_squared_norm(key, scaling)
         if key_mask is not None:
@@ -165,25 +164,18 @@ class OptimalRandomFeatureMap(RandomFeatureMap):
     input would let later keys change earlier outputs. Before calibration A = 0, which is FAVOR+.
     """
 
-    norm_weight: torch.Tensor
+    norm_weight: Tensor
 
-    def __init__(
-        self,
-        num_heads: int,
-        num_key_value_heads: int,
-        head_dim: int,
-        num_features: int | None = None,
-        orthogonal: bool = True,
-    ):
-        super().__init__(num_heads, num_key_value_heads, head_dim, num_features, orthogonal)
-        self.register_buffer("norm_weight", torch.empty(num_key_value_heads))
+    def __init__(self, *sizes: Any, **options: Any):
+        super().__init__(*sizes, **options)
+        self.register_buffer("norm_weight", torch.empty(self.num_key_value_heads))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw W and set A = 0."""
         super().reset_parameters(generator)
         init.zeros_(self.norm_weight)
 
-    def calibrate(self, query: torch.Tensor, key: torch.Tensor, scaling: float, key_mask: torch.Tensor | None) -> None:
+    def calibrate(self, query: Tensor, key: Tensor, scaling: float, key_mask: Tensor | None) -> None:
         """Set A from the moments of the real tokens."""
         query = query.unflatten(1, (self.num_key_value_heads, -1))
         query_norm, query_mean = _moments(query, key_mask, scaling)
@@ -192,15 +184,15 @@ class OptimalRandomFeatureMap(RandomFeatureMap):
         with torch.no_grad():
             self.norm_weight.copy_(optimal_norm_weight(f, self.head_dim))
 
-    def forward_queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_queries(self, query: Tensor, scaling: float) -> Tensor:
         """The exponents without the norm term of the query, which cancels."""
         return self._exponents(query, scaling)
 
-    def forward_keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward_keys(self, key: Tensor, scaling: float) -> Tensor:
         """The exponents of the keys."""
         return self._exponents(key, scaling) - half_squared_norm(key, scaling)
 
-    def _exponents(self, x: torch.Tensor, scaling: float) -> torch.Tensor:
+    def _exponents(self, x: Tensor, scaling: float) -> Tensor:
         dtype = accumulation_dtype(x)
         a = self.norm_weight.to(dtype).repeat_interleave(x.shape[1] // self.num_key_value_heads)[:, None, None]
         squared_norm = self.projection.to(dtype).square().sum(dim=1)
@@ -208,7 +200,7 @@ class OptimalRandomFeatureMap(RandomFeatureMap):
         return stretch.log() * (self.head_dim / 4) + a * squared_norm + stretch.sqrt() * self._project(x, scaling)
 
 
-def optimal_norm_weight(f: torch.Tensor, dim: int) -> torch.Tensor:
+def optimal_norm_weight(f: Tensor, dim: int) -> Tensor:
     """The A <= 0 that minimises E[phi(x)^2 phi(y)^2] in dimension `dim` if |x + y|^2 = f (Likhosherstov 2022)."""
     f = f.clamp(min=1e-6)  # f = 0 would give 0 / 0; its limit is A = 0
     # This is (sqrt((2 f + d)^2 + 8 d f) - (2 f + d)) / (4 f) without its cancellation at large f.
@@ -216,7 +208,7 @@ def optimal_norm_weight(f: torch.Tensor, dim: int) -> torch.Tensor:
     return (1 - 1 / rho) / 8
 
 
-def _moments(x: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _moments(x: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
     """Means over batch, group and position of scaling |x|^2 `[Hkv]` and sqrt(scaling) x `[Hkv, D]`, in float64.
 
     x is `[B, Hkv, G, N, D]`; the bool mask `[B, N]` is False at padding.

@@ -208,7 +208,7 @@ def load(path: Path) -> Any:
     return loaded
 
 
-def takes(*tensors: torch.Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_DTYPES) -> bool:
+def takes(*tensors: Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_DTYPES) -> bool:
     """Whether the C kernels support these tensors: a library is loaded, and device, dtype and row length fit."""
     for tensor in tensors:
         if tensor is None:
@@ -263,9 +263,8 @@ def differentiate(function: Sequence[int], tensors: Sequence[Any], turned: Seque
         for place in OF_QUERIES:
             part[place] = None if part[place] is None else part[place][:, :, heads]
         for place in SHARED:
-            part[place] = (
-                None if part[place] is None else torch.empty(part[place].shape, dtype=torch.float32, device="cpu")
-            )
+            shape = None if part[place] is None else part[place].shape
+            part[place] = None if shape is None else torch.empty(shape, dtype=torch.float32, device="cpu")
         part[GRAD_STATE] = None if parts else part[GRAD_STATE]  # all query heads share it, so it counts once
         parts.append(part)
     run_attention("attention_backward", function, *parts, turned=turned)
@@ -281,7 +280,7 @@ def _ranges(length: int, count: int) -> list[slice]:
 
 def _states(
     function: Sequence[int], tensors: Sequence[Any], keys: Sequence[slice], turned: Sequence[int]
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The state before each part; in the bidirectional form also the state after the last part."""
     is_exp, is_causal = function[1] >= EXP, function[2]
     mask, decay, first = (tensors[place] for place in (MASK, DECAY, STATE))
@@ -305,7 +304,7 @@ def _states(
     return states
 
 
-def _part(tensors: Sequence[Any], queries: slice, keys: slice, state: torch.Tensor | None) -> list[Any]:
+def _part(tensors: Sequence[Any], queries: slice, keys: slice, state: Tensor | None) -> list[Any]:
     """Views of the tensors for these queries and keys."""
     part = list(tensors)
     for places, tokens in (
@@ -319,19 +318,17 @@ def _part(tensors: Sequence[Any], queries: slice, keys: slice, state: torch.Tens
 
 
 def run_attention(
-    name: str, function: Sequence[int], *calls: Sequence[torch.Tensor | None], turned: Sequence[int] = NOT_TURNED
+    name: str, function: Sequence[int], *calls: Sequence[Tensor | None], turned: Sequence[int] = NOT_TURNED
 ) -> None:
     """Call `attention_forward`, `window_forward`, `slots_forward`, `exact_keys_forward`, `delta_forward` or a backward.
 
     All `calls`, and the heads of each, run at once in several threads. `function` holds the number of features, the
     feature map and whether attention is causal (for a window: its keys per query, sinks, True; for the delta rule: the
-    numbers of a log decay, whether it erases, True). The first tensors of a call are `query [B, Hkv, G, N, D]`,
-    `key [B, Hkv, 1, S, D]` and `value [B, Hkv, 1, S, W]`; the others follow in the order of csrc/linear_attention.h,
-    with None for a missing tensor. `turned` describes the columns that rotary tables turn: the number of pairs, the
-    first column, the step from pair to pair, and the distance within a pair.
-
-    Raises:
-        MemoryError: if the kernel finds no memory for its working space.
+    numbers of a log decay, whether it erases, True). The first tensors of a call are `query [B, Hkv, G, N, D]`, `key
+    [B, Hkv, 1, S, D]` and `value [B, Hkv, 1, S, W]`; the others follow in the order of csrc/linear_attention.h, with
+    None for a missing tensor. `turned` describes the columns that rotary tables turn: the number of pairs, the first
+    column, the step from pair to pair, and the distance within a pair. MemoryError if there is none for the working
+    space.
     """
     tasks: list[Callable[[], None]] = []
     for tensors in calls:
@@ -351,7 +348,7 @@ def run_attention(
 
 
 def _call(
-    name: str, function: Sequence[int], tensors: Sequence[torch.Tensor | None], turned: Sequence[int]
+    name: str, function: Sequence[int], tensors: Sequence[Tensor | None], turned: Sequence[int]
 ) -> tuple[Callable[[int, int], None], int]:
     """`call(start, stop)`, which computes these (batch, head) pairs, and the number of pairs."""
     query, key, value, *_ = tensors
@@ -362,7 +359,7 @@ def _call(
     shape = (heads, groups, length, key.shape[3], inputs, features, value.shape[-1], *how, *turned)
     described, compute = _described(tensors), getattr(library(), name)
 
-    def call(start: int, stop: int, kept: Sequence[torch.Tensor | None] = tensors) -> None:
+    def call(start: int, stop: int, kept: Sequence[Tensor | None] = tensors) -> None:
         # `kept` holds the memory at these addresses as long as a thread may write there, whatever its caller does.
         if compute((ctypes.c_int64 * (len(shape) + 2))(*shape, start, stop), described):
             raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")
@@ -375,11 +372,9 @@ def run_step(
 ) -> None:
     """Call `attention_step`, `delta_step` or `hybrid_step`; the caller keeps the tensors at these `addresses`.
 
-    Args:
-        shape: the sizes of csrc/linear_attention.h.
-        addresses: in the order of csrc/linear_attention.h, 0 for a tensor that is missing.
-        strides: as many numbers, packed by `STEP_NUMBERS`.
-        rows: int64 `[B]`, dense: the blocks of the states, or None where sequence b has block b.
+    `shape` and `addresses` (0 for a missing tensor) are in the order of csrc/linear_attention.h, `strides` as many
+    numbers, packed by `STEP_NUMBERS`. `rows`, int64 `[B]` and dense, are the blocks of the states; without them
+    sequence b has block b.
 
     Raises:
         MemoryError: if the kernel finds no memory for its working space.
@@ -396,9 +391,8 @@ def run_step(
 def run_short_step(name: str, shape: Sequence[int], tensors: Sequence[Any], decays: int, rows: Tensor | None) -> None:
     """`run_step` for float32 tensors of which each sequence has its own, or a block of states, all of them dense.
 
-    Args:
-        tensors: query, key, value, log decay, beta, output, log size, old and new state; None for what is missing.
-        decays: how many numbers of the log decay each head of a sequence has, or 0 if all sequences share them.
+    `tensors` are query, key, value, log decay, beta, output, log size, old and new state, or None. Each head of a
+    sequence has so many `decays`, or 0 if all sequences share them.
     """
     query, key, value, decay, beta, output, size, old, new = (0 if x is None else x.data_ptr() for x in tensors)
     tokens = (query, key, value, 0, 0, 0, 0, 0, 0, 0, 0, decay, 0, 0, beta, 0, 0, 0, output, size)
@@ -423,10 +417,10 @@ def step_states(state: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     return state, torch.empty_like(state)
 
 
-def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
+def in_large_pages(tensor: Tensor) -> Tensor:
     """Ask Linux to back a new large `tensor` by pages of 2 MB: faults of small pages cost more than a kernel's work."""
     size = tensor.numel() * tensor.element_size()
-    if size >= LARGE and tensor.device.type == "cpu" and type(tensor) is torch.Tensor and sys.platform == "linux":
+    if size >= LARGE and tensor.device.type == "cpu" and type(tensor) is Tensor and sys.platform == "linux":
         start = tensor.data_ptr()
         skip = -start % mmap.PAGESIZE
         # The call is only advice, so its failure can be ignored.
@@ -434,7 +428,7 @@ def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _described(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array:
+def _described(tensors: Sequence[Tensor | None]) -> ctypes.Array:
     """For each tensor, in bytes: its address, its strides except the last, which must be 1, and its element size.
 
     TypeError for a tensor that C cannot read, whoever made it.

@@ -71,7 +71,7 @@ def delta(given: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
     query, key, value, *_ = given
     if needs_plain(value):
         return None
-    if torch.compiler.is_compiling() or takes_delta(query, key, value):
+    if torch.compiler.is_compiling() or takes_attention(query, key, value, None, 1):
         output, state = OPERATORS.gated_delta(*given)
         return output.transpose(1, 2), state
     return delta_on_gpu(*given[:6]) if takes_on_gpu(*given) else None
@@ -80,11 +80,6 @@ def delta(given: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
 def _in_torch(*given: Any) -> tuple[Tensor, Tensor]:
     """The operator `gated_delta` without C: on CUDA by fla-core, or in plain operations."""
     return _dense(delta_on_gpu(*given[:6]) if takes_on_gpu(*given) else plain_delta(*given))
-
-
-def takes_delta(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether C computes; it reads decays and beta as float32, whatever they are."""
-    return takes_attention(query, key, value, None, 1)
 
 
 def check_delta(
@@ -114,7 +109,7 @@ def _delta(
 ) -> tuple[Tensor, Tensor]:
     """The operator behind `gated_delta`; its output is `[B, N, H, D]`, as models read it."""
     check_delta(query, key, value, log_decay, beta, state)
-    if not takes_delta(query, key, value):
+    if not takes_attention(query, key, value, None, 1):
         return _in_torch(query, key, value, log_decay, beta, state, erases)
     output, new_state = _fake_delta(query, key, value, log_decay, beta, state, erases)
     arguments = _arguments(query, key, value, log_decay, beta, state)
@@ -130,11 +125,9 @@ def _dense(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return output.transpose(1, 2).contiguous(), state.contiguous()
 
 
-def _fake_delta(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, erases: bool
-) -> tuple[Tensor, Tensor]:
-    check_delta(query, key, value, log_decay, beta, state)
-    return _new_results(query, key, value)
+def _fake_delta(*given: Any) -> tuple[Tensor, Tensor]:
+    check_delta(*given[:6])
+    return _new_results(*given[:3])
 
 
 def _new_results(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +173,7 @@ def _delta_backward(grad_output: Tensor | None, grad_state: Tensor | None, *give
     made = _new_results(query.to("meta"), key.to("meta"), value.to("meta"))
     check_results(query, made, grad_output=grad_output, grad_state=grad_state)
     check_needed(needed, 6)
-    if not takes_delta(query, key, value):
+    if not takes_attention(query, key, value, None, 1):
         wanted = (True,) * 5 + (needed[5],)  # as C makes them
         found = gradients_in_torch(lambda *x: _in_torch(*x, erases), inputs, wanted, (grad_output, grad_state))
         return [grad.contiguous() for grad in found]
@@ -249,15 +242,12 @@ def _delta_step_(*given: Any) -> Tensor:
     return _delta_step(*given)[0]
 
 
-def _fake_delta_step(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, erases: bool
-) -> tuple[Tensor, Tensor]:
-    return _fake_delta_step_(query, key, value, log_decay, beta, state), state.new_empty(state.shape)
+def _fake_delta_step(*given: Any) -> tuple[Tensor, Tensor]:
+    return _fake_delta_step_(*given), given[5].new_empty(given[5].shape)
 
 
-def _fake_delta_step_(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, *others: Any
-) -> Tensor:
+def _fake_delta_step_(*given: Any) -> Tensor:
+    query, _, value, _, _, state, *_ = given
     return state.new_empty(*query.shape[:3], value.shape[3])
 
 

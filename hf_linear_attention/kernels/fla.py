@@ -33,19 +33,19 @@ LONGEST_RECURRENT = 64
 COLUMNS = 16
 
 
-def gpu_kernel(value: torch.Tensor, length: int) -> Callable[..., Any] | None:
+def gpu_kernel(value: Tensor, length: int) -> Callable[..., Any] | None:
     """`causal_attention` if it supports N tokens with these values on CUDA, else None."""
     if not is_on_cuda(value) or requested_backend() == "torch" or not takes(value, length):
         return None
     return causal_attention
 
 
-def is_on_cuda(tensor: torch.Tensor) -> bool:
+def is_on_cuda(tensor: Tensor) -> bool:
     """Whether this is a real tensor on CUDA; fake tensors have no memory."""
-    return tensor.device.type == "cuda" and type(tensor) is torch.Tensor
+    return tensor.device.type == "cuda" and type(tensor) is Tensor
 
 
-def takes(value: torch.Tensor, length: int) -> bool:
+def takes(value: Tensor, length: int) -> bool:
     """Whether the kernels are installed, and as exact for these values as torch's own sums.
 
     Kernels for blocks multiply float32 as TF32, which keeps all digits of float16 but not of float32; float32 is
@@ -57,23 +57,12 @@ def takes(value: torch.Tensor, length: int) -> bool:
 
 
 def causal_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    state: torch.Tensor | None,
-    log_decay: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, log_decay: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """`CausalAttention.apply` on CUDA: `query [B, Hkv, G, N, F]`, `key [B, Hkv, N, F]`, `value [B, Hkv, N, D]`.
 
-    Args:
-        log_decay: `[B, Hkv, N]`, the log decay that each token applies to all tokens before it; None for no decay.
-
-    Returns:
-        The normalised output `[B, Hkv, G, N, D]`, its denominator `[B, Hkv, G, N, 1]` and the state
-        `[B, Hkv, F, D + 1]`, all in float32.
-
-    Raises:
-        ImportError: if fla-core or triton is missing.
+    `log_decay [B, Hkv, N]` is what each token applies to all tokens before it. The results are the normalised output
+    `[B, Hkv, G, N, D]`, its denominator `[B, Hkv, G, N, 1]` and the state `[B, Hkv, F, D + 1]`, all in float32.
     """
     kernels = _kernels()
     if kernels is None:
@@ -100,7 +89,7 @@ def causal_attention(
     return output, denominator, new_state[:, ::groups, :features, : width + 1]
 
 
-def refuse_second_derivatives(grad: torch.Tensor) -> None:
+def refuse_second_derivatives(grad: Tensor) -> None:
     """Autograd treats fla's backward pass as a constant, so a second derivative would be silently wrong."""
     if torch.is_grad_enabled():
         raise NotImplementedError(
@@ -109,18 +98,18 @@ def refuse_second_derivatives(grad: torch.Tensor) -> None:
         )
 
 
-def laid_out(x: torch.Tensor) -> torch.Tensor:
+def laid_out(x: Tensor) -> Tensor:
     """`[B, H, N, X]` -> `[B, N, H, X]`, with X padded by zeros."""
     return widened(x, -1).transpose(1, 2)
 
 
-def widened(x: torch.Tensor, axis: int) -> torch.Tensor:
+def widened(x: Tensor, axis: int) -> Tensor:
     """Pad this axis by zeros to a multiple of COLUMNS."""
     missing = -x.shape[axis] % COLUMNS
     return x if not missing else F.pad(x, (0, 0) * (-1 - axis) + (0, missing))
 
 
-def repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
+def repeated(x: Tensor, groups: int) -> Tensor:
     """Repeat each key/value head for its query heads: `[B, Hkv, ...]` -> `[B, Hkv G, ...]`."""
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 

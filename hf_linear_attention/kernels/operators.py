@@ -59,11 +59,7 @@ class Operator(NamedTuple):
 
 
 def register(operators: Mapping[str, Operator]) -> Any:
-    """Define operators, each once per process, whatever is imported twice.
-
-    Returns:
-        Their namespace in `torch.ops`.
-    """
+    """Define operators, each once per process, whatever is imported twice; returns their namespace in `torch.ops`."""
     registered: Any = getattr(torch.ops, NAMESPACE)
     with _LOCK:
         library = getattr(registered, "library", None) or torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -83,8 +79,7 @@ def register(operators: Mapping[str, Operator]) -> Any:
 def saving(tensors: int, outputs: int = 0, constants: Sequence[int] = ()) -> Callable[..., None]:
     """What an operator keeps for its gradient: its first arguments, which are tensors, and the first of its results.
 
-    Args:
-        constants: the places of the results that have no gradient. The other arguments become `ctx.how`.
+    `constants` are the places of the results that have no gradient. The other arguments become `ctx.how`.
     """
 
     def save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
@@ -117,12 +112,8 @@ def _attention(
     output, denominator, scale, new_state = _new_outputs(query, key, value, features, function)
     output = in_large_pages(output)
     arguments = arguments_of_map(given, key.shape[1])
-    results = (
-        grouped(output.transpose(1, 2), key.shape[1]),
-        denominator,
-        scale if function >= EXP else None,
-        new_state.unsqueeze(2),
-    )
+    output_by_head = grouped(output.transpose(1, 2), key.shape[1])
+    results = (output_by_head, denominator, scale if function >= EXP else None, new_state.unsqueeze(2))
     attend((features, *how), (*arguments, *results))
     return output, denominator, scale, new_state
 
@@ -352,10 +343,8 @@ def _attention_step_(*given: Any) -> Tensor:
     return _attention_step(*given)[0]
 
 
-def _fake_attention_step(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, log_features: bool
-) -> tuple[Tensor, Tensor]:
-    return _fake_attention_step_(query, key, value, state), state.new_empty(state.shape)
+def _fake_attention_step(*given: Any) -> tuple[Tensor, Tensor]:
+    return _fake_attention_step_(*given), given[3].new_empty(given[3].shape)
 
 
 def _fake_attention_step_(query: Tensor, key: Tensor, value: Tensor, state: Tensor, *others: Any) -> Tensor:
@@ -431,9 +420,7 @@ def elu_plus_one(x: Tensor) -> Tensor | None:
     return without_dispatcher(OPERATORS.elu_plus_one, _elu_plus_one)(x)
 
 
-def slot_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
-) -> torch.Tensor | None:
+def slot_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float) -> Tensor | None:
     """The operator where C takes these tensors; None leaves checked arguments to torch.
 
     torch's fused kernel is made for many queries and many keys; without gradients, C takes two thirds of its time.
@@ -446,7 +433,7 @@ def slot_attention(
     return step(query, key, value, visible, scaling).transpose(1, 2)
 
 
-def check_slots(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None) -> None:
+def check_slots(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> None:
     """Raise ValueError for the first invalid argument of the operator `slot_attention`."""
     batch, heads, kv_heads = check_heads(query, key, value)
     check_shape("query", query, (batch, heads, query.shape[2], key.shape[3]), like=query)
@@ -457,9 +444,7 @@ def check_slots(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, vis
         raise ValueError(f"`visible` is {visible.dtype}; it must be bool, True where a key takes part.")
 
 
-def _slot_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
+def _slot_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
     """The operator behind `slot_attention`; its output is `[B, N, H, W]`."""
     check_slots(query, key, value, visible)
     refuse_without_library(query, key, value)
@@ -479,9 +464,7 @@ def _slot_attention(
     return output
 
 
-def _fake_slot_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
+def _fake_slot_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
     batch, heads, length, _ = query.shape
     return query.new_empty(batch, length, heads, value.shape[-1])
 

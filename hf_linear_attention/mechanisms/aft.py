@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..torch_kernels.attention import kernel_attention, map_attention
@@ -60,17 +60,17 @@ EXACT_ELEMENTS = 1 << 22
 PART_ELEMENTS = 1 << 20
 
 # Sums and their log scale: the sums are to be multiplied by exp(log scale).
-Scaled = tuple[torch.Tensor, torch.Tensor]
+Scaled = tuple[Tensor, Tensor]
 
 
 class AftState(NamedTuple):
     """The state of `local` and `conv`; the window is right-aligned, with its newest real token last."""
 
-    sums: torch.Tensor  # [B, Hkv D, 1, 3] float32: S, Z and m of the tokens that have left the window
-    key: torch.Tensor  # [B, Hkv, W, D]
-    value: torch.Tensor  # [B, Hkv, W, D]
-    is_real: torch.Tensor  # [B, W] bool
-    num_seen: torch.Tensor  # [B, 1] int64: real tokens so far
+    sums: Tensor  # [B, Hkv D, 1, 3] float32: S, Z and m of the tokens that have left the window
+    key: Tensor  # [B, Hkv, W, D]
+    value: Tensor  # [B, Hkv, W, D]
+    is_real: Tensor  # [B, W] bool
+    num_seen: Tensor  # [B, 1] int64: real tokens so far
 
 
 class AftAttention(AftOptions, AttentionMechanism):
@@ -80,9 +80,9 @@ class AftAttention(AftOptions, AttentionMechanism):
     longer than after a conversion to kernel attention, and `scaling` has no effect. w starts as 0.
     """
 
-    position_bias: torch.Tensor
-    query_position: torch.Tensor
-    key_position: torch.Tensor
+    position_bias: Tensor
+    query_position: Tensor
+    key_position: Tensor
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__(settings, shape)
@@ -108,11 +108,7 @@ class AftAttention(AftOptions, AttentionMechanism):
             else:
                 init.zeros_(parameter)
 
-    def attention_weights(self, inputs: MechanismInputs) -> torch.Tensor:
-        """Raise NotImplementedError, because the weights differ between channels."""
-        raise NotImplementedError("`aft` weighs every channel separately, so it has no matrix of weights per head.")
-
-    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """Weigh the values per channel and gate them; see `AttentionMechanism.forward`.
 
         ValueError for more than `max_length` positions (`full` and `local`); NotImplementedError for packed sequences
@@ -136,7 +132,7 @@ class AftAttention(AftOptions, AttentionMechanism):
             output, state = self._ordered(key, value, attention_mask, is_causal, state)
         return self._gated(query, output, attention_mask).to(query.dtype), state if is_causal else None
 
-    def _gated(self, query: torch.Tensor, output: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def _gated(self, query: Tensor, output: Tensor, mask: Tensor | None) -> Tensor:
         """The gate of every query times `output [B, Hkv, N or 1, D]`: `[B, N, H, D]`, with 0 at padding."""
         gate = query.to(output.dtype).sigmoid()
         groups = self.shape.num_heads // self.shape.num_key_value_heads
@@ -144,8 +140,8 @@ class AftAttention(AftOptions, AttentionMechanism):
         return without_padding(output, None if mask is None else mask > 0).transpose(1, 2)
 
     def _causal_simple(
-        self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, state: State | None
-    ) -> tuple[torch.Tensor, State]:
+        self, key: Tensor, value: Tensor, mask: Tensor | None, state: State | None
+    ) -> tuple[Tensor, State]:
         """Kernel attention in which every channel is a head with one log feature, k, and the query feature is log 1."""
         key, value = _channels(key), _channels(value)
         output, new_state = kernel_attention(
@@ -160,8 +156,8 @@ class AftAttention(AftOptions, AttentionMechanism):
         return output.squeeze(3).unflatten(1, (self.shape.num_key_value_heads, -1)).transpose(2, 3), (new_state,)
 
     def _ordered(
-        self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, state: State | None
-    ) -> tuple[torch.Tensor, State | None]:
+        self, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, state: State | None
+    ) -> tuple[Tensor, State | None]:
         """The variants that depend on positions; real tokens are first moved to the right end, in order."""
         place = None
         if not key.shape[2]:
@@ -180,7 +176,7 @@ class AftAttention(AftOptions, AttentionMechanism):
             output = gather_tokens(output, inverse_order(place))
         return output, new_state
 
-    def _positions(self, real: torch.Tensor, num_seen: torch.Tensor | int = 0) -> torch.Tensor:
+    def _positions(self, real: Tensor, num_seen: Tensor | int = 0) -> Tensor:
         """The number of real tokens before each token, `[B, N]`; ValueError if there are more than `max_length`."""
         position = (num_seen + real.cumsum(dim=1) - 1).clamp(min=0)
         knows = position.device.type != "meta" and is_eager(position) and position.numel() > 0
@@ -192,14 +188,14 @@ class AftAttention(AftOptions, AttentionMechanism):
             )
         return position
 
-    def _near_bias(self, position: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _near_bias(self, position: Tensor, dtype: torch.dtype) -> Tensor:
         """w within the window, `[B or 1, Hkv, N or 1, 2 W - 1]`, for queries at `position [B, N]`."""
         bias = self.position_bias.to(dtype)
         return bias[:, position].transpose(0, 1) if self.variant == "local" else bias.unsqueeze(0)
 
     def _causal_window(
-        self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor, state: State | None, is_padded: bool
-    ) -> tuple[torch.Tensor, State]:
+        self, key: Tensor, value: Tensor, real: Tensor, state: State | None, is_padded: bool
+    ) -> tuple[Tensor, State]:
         """Attend to the old window followed by the new tokens: query t sees 1 + t .. W + t near and 0 .. t far."""
         length, w, dtype = key.shape[2], self.window_size, accumulation_dtype(key)
         old = AftState._make(state) if state else self._initial_state(key, value)
@@ -218,7 +214,7 @@ class AftAttention(AftOptions, AttentionMechanism):
         new = AftState(sums, last_key, last_value, real[:, -w:].clone(), num_seen)
         return normalize(_add_scaled((far, near))).squeeze(-1), tuple(new)
 
-    def _window(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    def _window(self, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
         """Attend to near keys, |t - s| < W, and to far keys, which are summed by one scan from each end."""
         length, w = key.shape[2], self.window_size
         bias = self._near_bias(self._positions(real), accumulation_dtype(key))
@@ -227,7 +223,7 @@ class AftAttention(AftOptions, AttentionMechanism):
         near = _near(*_padded(key, value, real, w - 1, w - 1), bias)
         return normalize(_add_scaled((left, (right[0].flip(2), right[1].flip(2)), near))).squeeze(-1)
 
-    def _initial_state(self, key: torch.Tensor, value: torch.Tensor) -> AftState:
+    def _initial_state(self, key: Tensor, value: Tensor) -> AftState:
         batch, heads, _, dim = key.shape
         sums = key.new_zeros(batch, heads * dim, 1, 3, dtype=accumulation_dtype(key))
         sums[..., -1] = EMPTY_MAXIMUM
@@ -239,7 +235,7 @@ class AftAttention(AftOptions, AttentionMechanism):
             torch.zeros(batch, 1, dtype=torch.long, device=key.device),
         )
 
-    def _full(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    def _full(self, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
         position, dtype = self._positions(real), accumulation_dtype(key)
         if self.settings["position_rank"]:
             rows, columns = (x.to(dtype)[:, position].transpose(0, 1) for x in (self.query_position, self.key_position))
@@ -251,10 +247,8 @@ class AftAttention(AftOptions, AttentionMechanism):
         value = value.masked_fill(~real[:, None, :, None], 0.0)
         top_bias = largest_visible(bias.transpose(2, 3), None).unsqueeze(3)
         top_key = largest_visible(key, None).unsqueeze(2)
-        if (
-            _spread(bias, top_bias, real[:, None, None, :]) + _spread(key, top_key, real[:, None, :, None])
-            > SAFE_SPREAD
-        ):
+        spread = _spread(bias, top_bias, real[:, None, None, :]) + _spread(key, top_key, real[:, None, :, None])
+        if spread > SAFE_SPREAD:
             return _exact_full(bias, key, value)
         weights = (bias - top_bias).exp() * real[:, None, None, :]
         key = (key - top_key).exp() * real[:, None, :, None]
@@ -262,7 +256,7 @@ class AftAttention(AftOptions, AttentionMechanism):
         return numerator / denominator.masked_fill(denominator == 0, 1.0)
 
 
-def _mean_by_keys(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _mean_by_keys(key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Bidirectional `simple`, `[B, Hkv, 1, D]`: all queries get the same mean, which is arbitrary without keys.
 
     The keys are taken in parts, each with the mean and the logarithm of the sum of its own weights, so that no copy of
@@ -281,26 +275,22 @@ def _mean_by_keys(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | N
     return (torch.cat(sizes, dim=2).softmax(dim=2) * torch.cat(means, dim=2)).sum(dim=2, keepdim=True)
 
 
-def _tokens_at_a_time(x: torch.Tensor) -> int:
+def _tokens_at_a_time(x: Tensor) -> int:
     """The tokens in a part of `x [B, heads, N, D]`: all of them in a graph, where lengths are not known."""
     return PART_ELEMENTS // max(1, x.shape[0] * x.shape[1] * x.shape[3]) + 1 if is_eager(x) else max(1, x.shape[2])
 
 
-def _channels(x: torch.Tensor) -> torch.Tensor:
+def _channels(x: Tensor) -> Tensor:
     """`[B, Hkv, N, D]` -> `[B, Hkv D, N, 1]`."""
     return x.transpose(2, 3).flatten(1, 2).unsqueeze(-1)
 
 
-def _padded(
-    key: torch.Tensor, value: torch.Tensor, real: torch.Tensor, before: int, after: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _padded(key: Tensor, value: Tensor, real: Tensor, before: int, after: int) -> tuple[Tensor, Tensor, Tensor]:
     """Add `before` and `after` empty positions around the tokens."""
     return F.pad(key, (0, 0, before, after)), F.pad(value, (0, 0, before, after)), F.pad(real, (before, after))
 
 
-def _far(
-    key: torch.Tensor, value: torch.Tensor, real: torch.Tensor, length: int, state: torch.Tensor | None
-) -> tuple[Scaled, torch.Tensor]:
+def _far(key: Tensor, value: Tensor, real: Tensor, length: int, state: Tensor | None) -> tuple[Scaled, Tensor]:
     """Sums with w = 0 over the positions 0 .. t for each t < length, as in `_near`, and their state."""
     heads = key.shape[1]
     key, value = _channels(accumulated(key[:, :, :length])), _channels(value[:, :, :length])
@@ -312,7 +302,7 @@ def _far(
     return (sums, scale), state
 
 
-def _near(key: torch.Tensor, value: torch.Tensor, real: torch.Tensor, bias: torch.Tensor) -> Scaled:
+def _near(key: Tensor, value: Tensor, real: Tensor, bias: Tensor) -> Scaled:
     """Sums of exp(k + w) [v, 1] over a window that starts at t: `(sums [B, Hkv, N, D, 2], log scale [..., 1])`.
 
     key and value are `[B, Hkv, N + span - 1, D]`, and bias is `[B or 1, Hkv, N or 1, span]`.
@@ -327,7 +317,7 @@ def _near(key: torch.Tensor, value: torch.Tensor, real: torch.Tensor, bias: torc
     return torch.stack((numerator, weights.sum(dim=-1)), dim=-1), scale
 
 
-def _add_scaled(parts: Sequence[Scaled]) -> torch.Tensor:
+def _add_scaled(parts: Sequence[Scaled]) -> Tensor:
     """Add `sums * exp(scale)` over the parts, divided by a factor that makes the largest denominator 1.
 
     The factor follows from the denominators, because the scale of a part without visible keys is meaningless.
@@ -339,14 +329,14 @@ def _add_scaled(parts: Sequence[Scaled]) -> torch.Tensor:
     ).sum(dim=0)
 
 
-def _spread(x: torch.Tensor, top: torch.Tensor, real: torch.Tensor) -> float:
+def _spread(x: Tensor, top: Tensor, real: Tensor) -> float:
     """The largest distance of a visible entry from the maximum of its row or column."""
     if not is_eager(x) or x.device.type == "meta" or not x.numel():  # unknown values require the exact form
         return SAFE_SPREAD + 1
     return (top - x.detach()).masked_fill(~real, 0.0).max().item()
 
 
-def _exact_full(bias: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _exact_full(bias: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """`full` with one maximum per query and channel; the logits are `[B, Hkv, n, S, D]` for n queries at a time."""
     step = max(1, EXACT_ELEMENTS // max(1, key.numel()))
     outputs = []

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..torch_kernels.blocks import is_tracing
 from ..torch_kernels.implementations import load_implementations
 from .settings import MechanismOptions
 
 
-State = tuple[torch.Tensor, ...]
+State = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,18 @@ class LayerShape:
 class MechanismInputs(NamedTuple):
     """What a mechanism gets in one call of its layer."""
 
-    query: torch.Tensor  # [B, H, N, D], after rotary embedding and normalisation
-    key: torch.Tensor  # [B, Hkv, S, D]; with a state, only the keys after it
-    value: torch.Tensor  # [B, Hkv, S, W], those of the keys
+    query: Tensor  # [B, H, N, D], after rotary embedding and normalisation
+    key: Tensor  # [B, Hkv, S, D]; with a state, only the keys after it
+    value: Tensor  # [B, Hkv, S, W], those of the keys
     # bool [B, S], False at padding, or None; or integers: the number of each key's packed sequence from 1, and 0 at
     # padding, which `forward` of a causal mechanism may get inside a traced graph.
-    attention_mask: torch.Tensor | None
+    attention_mask: Tensor | None
     scaling: float  # the factor of the layer's q·k
     is_causal: bool  # whether a query sees only its own and earlier keys
-    positions: torch.Tensor | None = None  # int32 [B, N], if the mechanism `needs_positions`
-    gates: torch.Tensor | None = None  # float32 [B, S, C], if it `needs_gates`
+    positions: Tensor | None = None  # int32 [B, N], if the mechanism `needs_positions`
+    gates: Tensor | None = None  # float32 [B, S, C], if it `needs_gates`
     in_place: bool = False  # whether `forward` may write the state after one more token over the old one
-    rows: torch.Tensor | None = None  # int64 [B]: the blocks of the state of a step, see `step_in_rows`
+    rows: Tensor | None = None  # int64 [B]: the blocks of the state of a step, see `step_in_rows`
 
     @property
     def is_packed(self) -> bool:
@@ -81,7 +81,7 @@ class MechanismInputs(NamedTuple):
         return self.attention_mask is not None and self.attention_mask.dtype != torch.bool
 
     @property
-    def key_mask(self) -> torch.Tensor | None:
+    def key_mask(self) -> Tensor | None:
         """The mask as bool, False at padding."""
         return self.attention_mask > 0 if self.attention_mask is not None and self.is_packed else self.attention_mask
 
@@ -136,16 +136,11 @@ class AttentionMechanism(MechanismOptions, nn.Module):
         """
         return inputs
 
-    def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Numbers for each token that depend on the hidden state from which the layer makes queries, keys and values.
+    def gates(self, hidden_states: Tensor) -> Tensor:
+        """Numbers `[B, N, C]`, any C, from the `hidden_states [B, N, E]` that also give queries, keys and values.
 
-        Only called if `needs_gates`. The result is part of the inputs and of what a rollback has to keep.
-
-        Args:
-            hidden_states: `[B, N, E]`, in the dtype of the model.
-
-        Returns:
-            `[B, N, C]`, any C, in float32 (float64 for float64 inputs).
+        They are in float32 (float64 for float64 inputs), part of the inputs and of what a rollback has to keep. Only
+        called if `needs_gates`.
         """
         raise NotImplementedError
 
@@ -154,7 +149,7 @@ class AttentionMechanism(MechanismOptions, nn.Module):
         number = self.settings.get("seed", 0) * 100_003 + self.shape.layer + draw * 2_654_435_761
         return torch.Generator().manual_seed(number % 2**32)  # the generator uses only 32 bits
 
-    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """Compute the attention output and the new state.
 
         Args:
@@ -170,7 +165,7 @@ class AttentionMechanism(MechanismOptions, nn.Module):
         """The state after these keys, without an output; the queries are 0 unless `absorbs_queries`."""
         return self(inputs, state)[1]
 
-    def step_in_rows(self, inputs: MechanismInputs, states: State, rows: torch.Tensor) -> torch.Tensor:
+    def step_in_rows(self, inputs: MechanismInputs, states: State, rows: Tensor) -> Tensor:
         """One more real token of each of B sequences, whose states stand in a cache: the output `[B, 1, H, W]`.
 
         No branch depends on data, and no device is waited for.
@@ -196,18 +191,15 @@ class AttentionMechanism(MechanismOptions, nn.Module):
                 x.index_copy_(0, rows, y.to(x.dtype))
         return output
 
-    def _step_in_rows(self, inputs: MechanismInputs, states: State) -> torch.Tensor | None:
+    def _step_in_rows(self, inputs: MechanismInputs, states: State) -> Tensor | None:
         """`step_in_rows` where the mechanism can do without copies of the states, else None."""
         return None
 
     def state_layout(self, dtype: torch.dtype, is_causal: bool = True) -> list[tuple[torch.Size, torch.dtype]]:
-        """The shape `[1, ...]` and dtype of each tensor of the state after one token of one sequence.
+        """The shape `[1, ...]` and dtype of each tensor of the state after one token of one sequence, and after more.
 
-        They keep their shape. Nothing is computed: the mechanism runs on the meta device, wherever its parameters are.
-
-        Args:
-            dtype: of queries, keys and values.
-            is_causal: False for cross-attention, whose state is made of all keys at once.
+        Nothing is computed: the mechanism runs on the meta device, wherever its parameters are. `dtype` is that of
+        queries, keys and values. The state of cross-attention (`is_causal` false) is made of all keys at once.
         """
         shape, meta = self.shape, copy.deepcopy(self).to("meta")
         with torch.device("meta"), torch.no_grad():
@@ -222,35 +214,21 @@ class AttentionMechanism(MechanismOptions, nn.Module):
             state = meta(inputs)[1]
         return [(tensor.shape, tensor.dtype) for tensor in state or ()]
 
-    def attention_weights(self, inputs: MechanismInputs) -> torch.Tensor:
-        """The matrix `[B, H, N, S]`, which the mechanism never forms itself, for inspection.
-
-        It is the output for v = identity (Performer 2020, appendix C.4), because every mechanism here is linear in v,
-        and costs O(N S) memory.
-        """
-        batch, num_kv_heads, length, _ = inputs.key.shape
-        identity = torch.eye(length, dtype=inputs.query.dtype, device=inputs.key.device)
-        output, _ = self(inputs._replace(value=identity.expand(batch, num_kv_heads, -1, -1)), None)
-        return output.transpose(1, 2)
-
 
 class OutputParts:
-    """Outputs `[B, C, H, W]` of chunks of tokens, which become one tensor in the dtype of the queries.
+    """Outputs `[B, C, H, W]` of chunks of tokens, which become one tensor in the dtype of the queries `[B, H, N, D]`.
 
     Without gradients, a chunk is written into that tensor at once, so that no second copy of all of them ever exists.
-
-    Args:
-        query: `[B, H, N, D]`, of whose tokens the output has one each.
-        order: `[B, N]`, the place of each token in the output; None if they come in order.
+    `order [B, N]` is the place of each token in the output, if they do not come in order.
     """
 
-    def __init__(self, query: torch.Tensor, order: torch.Tensor | None = None) -> None:
+    def __init__(self, query: Tensor, order: Tensor | None = None) -> None:
         self.dtype, self.count, self.order = query.dtype, query.shape[2], order
-        self.parts: list[torch.Tensor] = []
-        self.whole: torch.Tensor | None = None
+        self.parts: list[Tensor] = []
+        self.whole: Tensor | None = None
         self.written = 0
 
-    def append(self, part: torch.Tensor) -> None:
+    def append(self, part: Tensor) -> None:
         """Add the next chunk."""
         tokens = part.shape[1]
         if tokens == self.count or part.requires_grad:
@@ -267,7 +245,7 @@ class OutputParts:
             self.whole.scatter_(1, self.order[:, places, None, None].expand_as(part), part)
         self.written += tokens
 
-    def joined(self) -> torch.Tensor:
+    def joined(self) -> Tensor:
         """All chunks, `[B, N, H, W]`."""
         if self.whole is not None:
             return self.whole
@@ -277,7 +255,7 @@ class OutputParts:
         return whole.to(self.dtype)
 
 
-def mask_chunks(mask: torch.Tensor | None, size: int, key: torch.Tensor) -> Sequence[torch.Tensor | None]:
+def mask_chunks(mask: Tensor | None, size: int, key: Tensor) -> Sequence[Tensor | None]:
     """The mask `[B, S]` in chunks of `size` tokens, as `key [B, heads, S, D]` is split; without one, None for each."""
     return [None] * max(1, -(-key.shape[2] // size)) if mask is None else mask.split(size, dim=1)
 
@@ -288,15 +266,11 @@ def mask_chunks(mask: torch.Tensor | None, size: int, key: torch.Tensor) -> Sequ
 #     segment  0 0   0 1 1   2 2
 
 
-def segment_mean_weights(mask: torch.Tensor, segments: int, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix `[B, M, N]` that averages the real tokens of each segment; the row of an empty segment is 0.
+def segment_mean_weights(mask: Tensor, segments: int, dtype: torch.dtype) -> Tensor:
+    """The matrix `[B, M, N]` that averages the real tokens (mask bool `[B, N]`) of each of M `segments` of a row.
 
-    Each row of the batch is divided by its own number of tokens, so padding and other rows do not affect it.
-
-    Args:
-        mask: bool `[B, N]`, False at padding.
-        segments: M. A row of at most M real tokens has one token per segment, followed by empty segments.
-        dtype: the dtype of the weights.
+    Each row of the batch is divided by its own number of tokens, so padding and other rows do not affect it. A row of
+    at most M real tokens has one token per segment, followed by empty segments, whose weights are 0.
     """
     rank = mask.cumsum(dim=1) - 1
     count = (rank[:, -1:] + 1).clamp(min=segments)
@@ -305,7 +279,7 @@ def segment_mean_weights(mask: torch.Tensor, segments: int, dtype: torch.dtype) 
     return weights / weights.sum(dim=2, keepdim=True).clamp(min=1)
 
 
-def segment_means(x: torch.Tensor, segments: int, weights: torch.Tensor | None = None) -> torch.Tensor:
+def segment_means(x: Tensor, segments: int, weights: Tensor | None = None) -> Tensor:
     """Means `[B, heads, M, D]` of `x [B, heads, N, D]`, of all tokens or by the `weights` of `segment_mean_weights`."""
     length = x.shape[2]
     if weights is None and length >= segments and not is_tracing():
@@ -321,7 +295,7 @@ def segment_means(x: torch.Tensor, segments: int, weights: torch.Tensor | None =
     return weigh_tokens(weights, x)
 
 
-def weigh_tokens(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def weigh_tokens(weights: Tensor, x: Tensor) -> Tensor:
     """The product of `weights [1 or B, 1 or heads, M, N]` and `x [B, heads, N, D]`."""
     rows = x.transpose(1, 2)
     if weights.shape[1] == 1 and rows.is_contiguous():  # the layout in models allows one product without a copy
@@ -330,12 +304,12 @@ def weigh_tokens(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return weights @ x
 
 
-def without_padding(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     """`x [B, heads, N, D]` with 0 at padding, where x may hold any value, even one whose product with 0 is NaN."""
     return x if mask is None else torch.where(mask[:, None, :, None], x, 0.0)  # `where` keeps the memory layout
 
 
-def real_first(mask: torch.Tensor) -> torch.Tensor:
+def real_first(mask: Tensor) -> Tensor:
     """The places `[B, N]` of each row's real tokens, in order, followed by those of its padding.
 
     This does not sort, because ONNX has no stable sort.
@@ -344,13 +318,13 @@ def real_first(mask: torch.Tensor) -> torch.Tensor:
     return inverse_order(torch.where(mask, real, real[:, -1:] + padding) - 1)
 
 
-def inverse_order(places: torch.Tensor) -> torch.Tensor:
+def inverse_order(places: Tensor) -> Tensor:
     """The inverse of the permutation `places [B, N]`."""
     numbers = torch.arange(places.shape[1], dtype=torch.long, device=places.device).expand_as(places)
     return torch.empty_like(places).scatter(1, places, numbers)
 
 
-def gather_tokens(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def gather_tokens(x: Tensor, places: Tensor) -> Tensor:
     """`x [B, heads, N, D]` with its tokens in the order `places [B, N]`."""
     # `take_along_dim` would tie `torch.export` to the batch size and length of the example.
     return x.gather(2, places[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

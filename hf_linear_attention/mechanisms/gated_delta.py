@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..features.maps import identity_start
@@ -53,7 +53,7 @@ class ShortConvolution(nn.Module):
         init.zeros_(self.weight)
         init.ones_(self.weight[0])
 
-    def forward(self, line: torch.Tensor, is_together: list[torch.Tensor] | None) -> torch.Tensor:
+    def forward(self, line: Tensor, is_together: list[Tensor] | None) -> Tensor:
         """`line [B, heads, W - 1 + N, D]`, W - 1 earlier tokens first, to `[B, heads, N, D]`.
 
         `is_together[j]`, bool `[B, N]`, says whether the token j places before belongs to the same sequence.
@@ -105,7 +105,7 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
         if self.is_qwen3_5:
             self.rule.start_from(attention)
 
-    def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def gates(self, hidden_states: Tensor) -> Tensor:
         """What follows from the hidden state of every token, see `DeltaRule` and `Qwen35Rule`."""
         return self.rule.gates(hidden_states)
 
@@ -114,7 +114,7 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
         query, key = without_hidden(self.shift, inputs)
         return inputs._replace(query=query, key=key, positions=None)
 
-    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """The gated delta rule, causal and with gates (else ValueError); see `AttentionMechanism.forward`.
 
         The state is S `[B, Hkv, F, D]` and, with convolutions, the W - 1 newest queries, keys and values.
@@ -131,12 +131,12 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
         output, sums = self.rule(inputs, sums)
         return with_dtype(output.transpose(1, 2), dtype), (sums, *tails)
 
-    def _step_in_rows(self, inputs: MechanismInputs, states: State) -> torch.Tensor | None:
+    def _step_in_rows(self, inputs: MechanismInputs, states: State) -> Tensor | None:
         return None if self.conv_size else self(inputs, states)[0]
 
     def _convolved(
-        self, tensors: tuple[torch.Tensor, ...], tails: list[torch.Tensor], mask: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        self, tensors: tuple[Tensor, ...], tails: list[Tensor], mask: Tensor | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Queries, keys and values after the convolutions, over real tokens only, and the new tails."""
         past = self.conv_size - 1
         tensors = tuple(accumulated(x) for x in tensors)
@@ -183,15 +183,15 @@ class NormalizedFeatures(nn.Module):
             init.copy_(projection, start.expand_as(projection))
             init.zeros_(bias)
 
-    def queries(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def queries(self, query: Tensor, scaling: float) -> Tensor:
         """The features `[B, H, N, F]` of queries `[B, H, N, D]`."""
         return self._features(query, self.query_projection, self.query_bias, scaling)
 
-    def keys(self, key: torch.Tensor, scaling: float) -> torch.Tensor:
+    def keys(self, key: Tensor, scaling: float) -> Tensor:
         """The features `[B, Hkv, N, F]` of keys `[B, Hkv, N, D]`."""
         return self._features(key, self.key_projection, self.key_bias, scaling)
 
-    def _features(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, scaling: float) -> torch.Tensor:
+    def _features(self, x: Tensor, weight: Tensor, bias: Tensor, scaling: float) -> Tensor:
         dtype = accumulation_dtype(x)
         x = project_heads(with_dtype(x, dtype) * math.sqrt(scaling), with_dtype(weight, dtype)) + with_dtype(
             bias, dtype
@@ -226,16 +226,16 @@ class DeltaRule(nn.Module):
             self.forget.reset_parameters(generator)
         init.ones_(self.output_scale)
 
-    def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def gates(self, hidden_states: Tensor) -> Tensor:
         """beta and the log-decay side by side, `[B, N, C]` in the accumulation dtype."""
         hidden = scaled(hidden_states)
         beta = self.beta(hidden)
         return beta if self.forget is None else torch.cat((beta, self.forget(hidden)), dim=-1)
 
-    def forward(self, inputs: MechanismInputs, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: MechanismInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output `[B, H, N, D]` and the state S `[B, Hkv, F, D]`; see `torch_kernels.delta.gated_delta`."""
         query, key, value, mask, scaling, *_ = inputs
-        beta, log_decay = self._split(cast(torch.Tensor, inputs.gates))
+        beta, log_decay = self._split(cast(Tensor, inputs.gates))
         # The scale of the output is one of the queries, because the output is linear in them.
         features = self.features.queries(query, scaling)
         return gated_delta(
@@ -250,7 +250,7 @@ class DeltaRule(nn.Module):
             rows=inputs.rows,
         )
 
-    def _split(self, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _split(self, gates: Tensor) -> tuple[Tensor, Tensor]:
         """beta `[B, Hkv, N]`, and the log-decay `[B, Hkv, N]` or `[B, Hkv, N, F]`."""
         beta, log_decay = gates.tensor_split((self.num_heads,), dim=-1)
         beta = beta.transpose(1, 2)

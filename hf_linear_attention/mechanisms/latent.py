@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..torch_kernels.blocks import accumulated
@@ -47,7 +47,7 @@ class LatentAttention(LatentOptions, AttentionMechanism):
         drawn = torch.randn(size, generator=self.generator(), dtype=torch.float32, device="cpu")
         init.copy_(self.latents, self.initial_std * drawn)
 
-    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """Gather keys and values into the latents and attend to those; see `AttentionMechanism.forward`."""
         queries, key, value = (accumulated(x) for x in inputs[:3])
         latents = self.latents.to(key.dtype).expand(key.shape[0], -1, -1, -1)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from ..features.maps import FEATURE_MAPS, FeatureMap
 from ..positions.rotary import decay_of, rotary_shift, without_hidden
@@ -60,7 +61,7 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         if self.gate is not None:
             self.gate.reset_parameters(self.generator())
 
-    def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def gates(self, hidden_states: Tensor) -> Tensor:
         """The gates of every token, see `TokenGates`; only called if the settings ask for gates."""
         return super().gates(hidden_states) if self.gate is None else self.gate(hidden_states)
 
@@ -69,7 +70,7 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         query, key = without_hidden(self.shift, inputs)
         return inputs._replace(query=query, key=key, positions=None)
 
-    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """phi(q)·S / phi(q)·Z by the fastest kernel; see `AttentionMechanism.forward`. Missing `gates`: ValueError."""
         query, key, value, attention_mask, scaling, is_causal, *_ = inputs
         old: Any = state[0] if state else None
@@ -101,7 +102,7 @@ class LinearAttention(LinearOptions, AttentionMechanism):
                 outputs.append(output)
             return outputs.joined(), (old,)
 
-        def features_of(keys: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        def features_of(keys: Tensor, mask: Tensor | None) -> Tensor:
             return self.feature_map.forward_visible_keys(keys, scaling, mask)
 
         log_features = self.feature_map.log_features
@@ -111,10 +112,10 @@ class LinearAttention(LinearOptions, AttentionMechanism):
             outputs.append(read_state(features, old, log_features).transpose(1, 2))
         return outputs.joined(), (old,)
 
-    def _step_in_rows(self, inputs: MechanismInputs, states: State) -> torch.Tensor | None:
+    def _step_in_rows(self, inputs: MechanismInputs, states: State) -> Tensor | None:
         return None if self.gate is not None else self(inputs, states)[0]
 
-    def _gated(self, inputs: MechanismInputs, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gated(self, inputs: MechanismInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output `[B, N, H, W]` and the state, with exponents from the gates added to those of the keys."""
         if inputs.gates is None or self.gate is None:
             raise ValueError("These settings need `gates`; compute them with the method of that name.")
@@ -136,11 +137,9 @@ class LinearAttention(LinearOptions, AttentionMechanism):
             output, new = self._weighed(part, exponents, state)
             state = faded(new, log_decay[:, :, tokens].sum(dim=2))
             outputs.append(output)
-        return outputs.joined(), cast(torch.Tensor, state)
+        return outputs.joined(), cast(Tensor, state)
 
-    def _weighed(
-        self, inputs: MechanismInputs, exponents: Any, state: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _weighed(self, inputs: MechanismInputs, exponents: Any, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attention with `exponents [B, Hkv, S]` added to those of the keys."""
         query, key, value, mask, scaling, *_ = inputs
         is_step = state is not None and mask is None and query.shape[2] == key.shape[2] == 1
@@ -152,9 +151,7 @@ class LinearAttention(LinearOptions, AttentionMechanism):
             return self._with_map(kernel_map, inputs._replace(query=query, key=key), state)
         return self._kernel(inputs, state, exponents)
 
-    def _with_map(
-        self, kernel_map: KernelMap, inputs: MechanismInputs, state: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _with_map(self, kernel_map: KernelMap, inputs: MechanismInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
         output, _, _, new_state = map_attention(
             kernel_map,
             inputs.query,
@@ -167,9 +164,7 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         )
         return output, new_state
 
-    def _kernel(
-        self, inputs: MechanismInputs, state: torch.Tensor | None, exponents: Any = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _kernel(self, inputs: MechanismInputs, state: Tensor | None, exponents: Any = None) -> tuple[Tensor, Tensor]:
         query, key, value, mask, scaling, is_causal, *_ = inputs
         features = self.feature_map.forward_visible_keys(key, scaling, mask)
         if exponents is not None:
@@ -187,11 +182,11 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         )
         return output.transpose(1, 2), state
 
-    def _takes_chunks(self, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    def _takes_chunks(self, query: Tensor, mask: Tensor | None) -> bool:
         is_packed = mask is not None and mask.dtype != torch.bool
         return query.device.type == "cpu" and not is_packed and is_eager(query)
 
-    def _tokens_at_a_time(self, query: torch.Tensor) -> int:
+    def _tokens_at_a_time(self, query: Tensor) -> int:
         """On a CPU, allocating features for all tokens at once would cost more than summing them."""
         tokens = FEATURES_IN_CACHE // max(1, query.shape[0] * query.shape[1] * self.feature_map.num_features)
         return max(64, tokens // 64 * 64)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..torch_kernels.blocks import accumulated, accumulation_dtype, needs_plain
@@ -87,13 +87,13 @@ class LinformerAttention(LinformerOptions, AttentionMechanism):
             object.__setattr__(self, "_first", first)
 
     @property
-    def _projections(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _projections(self) -> tuple[Tensor, Tensor]:
         owner = self.__dict__.get("_first", self)
         key, value = owner.key_projection, owner.value_projection
         return self._applied(key), self._applied(key if value is None else value)
 
     @staticmethod
-    def _applied(projection: torch.Tensor) -> torch.Tensor:
+    def _applied(projection: Tensor) -> Tensor:
         """E or F as applied, computed from the stored parameter."""
         return projection
 
@@ -105,14 +105,12 @@ class LinformerAttention(LinformerOptions, AttentionMechanism):
         for tensor in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
             init.copy_(tensor, self.projection.initial(tensor.shape, self.num_slots, generator))
 
-    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """Compress keys and values, at most as many as E has columns (ValueError), and attend to the result."""
         key, value, hidden = self._compress(inputs.key, inputs.value, inputs.attention_mask)
         return slot_attention(inputs.query, key, value, ~hidden, inputs.scaling).transpose(1, 2), None
 
-    def _compress(
-        self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _compress(self, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """E K and F V, `[B, Hkv, k, D]` each, and which slots are empty, `[B or 1, 1 or Hkv, k]`."""
         if self.projection is None:
             return mean_pool(key, value, mask, self.num_slots)
@@ -121,7 +119,7 @@ class LinformerAttention(LinformerOptions, AttentionMechanism):
         key, empty = self.projection.compress(without_padding(key, mask), key_projection, mask)
         return key, self.projection.compress(without_padding(value, mask), value_projection, mask)[0], empty
 
-    def _check_length(self, key: torch.Tensor) -> None:
+    def _check_length(self, key: Tensor) -> None:
         """Raise ValueError for more positions than E has columns."""
         if key.shape[2] > self.max_length:
             raise ValueError(
@@ -130,16 +128,14 @@ class LinformerAttention(LinformerOptions, AttentionMechanism):
             )
 
 
-def mean_pool_matrix(slots: int, length: int) -> torch.Tensor:
+def mean_pool_matrix(slots: int, length: int) -> Tensor:
     """The matrix `[slots, length]` whose row s averages the positions p with floor(p slots / length) = s."""
     owner = (torch.arange(length, dtype=torch.long, device="cpu") * slots) // length
     pool = F.one_hot(owner, slots).T.float()
     return pool / pool.sum(dim=1, keepdim=True).clamp(min=1)
 
 
-def mean_pool(
-    key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, slots: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def mean_pool(key: Tensor, value: Tensor, mask: Tensor | None, slots: int) -> tuple[Tensor, Tensor, Tensor]:
     """Means over `slots` segments of each row's real tokens; a shorter row keeps its tokens unchanged."""
     weights = None
     empty = (torch.arange(slots, dtype=torch.long, device=key.device) >= key.shape[2])[None, None]
@@ -151,11 +147,10 @@ def mean_pool(
     return key, value, empty
 
 
-def compress(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compress `x [B, Hkv, n, D]`, which is 0 at the padding of `mask`, by `projection [1 or Hkv, k, max_length]`.
+def compress(x: Tensor, projection: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The slots `[B, Hkv, k, D]` of `x [B, Hkv, n, D]`, and which of them are empty `[B or 1, 1 or Hkv, k]`.
 
-    Returns:
-        The slots `[B, Hkv, k, D]`, and which of them are empty `[B or 1, 1 or Hkv, k]`.
+    x is 0 at the padding of `mask`; `projection` is `[1 or Hkv, k, max_length]`.
     """
     slots, max_length = projection.shape[1:]
     if mask is None and not needs_plain(x) and x.shape[2] == max_length:  # an exported graph accepts any length
@@ -166,13 +161,13 @@ def compress(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | Non
     return weigh_tokens(columns.to(x.dtype), x) * scale.to(x.dtype).unsqueeze(-1), empty
 
 
-def project(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def project(x: Tensor, projection: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """`compress` without rescaling: fewer columns of a Gaussian matrix are still Gaussian, and no slot is empty."""
     empty = torch.zeros(1, 1, projection.shape[1], dtype=torch.bool, device=x.device)
     return weigh_tokens(_columns(projection, mask, x.shape[2]).to(x.dtype), x), empty
 
 
-def _columns(projection: torch.Tensor, mask: torch.Tensor | None, length: int) -> torch.Tensor:
+def _columns(projection: Tensor, mask: Tensor | None, length: int) -> Tensor:
     """The column of E for each token, `[1 or B, 1 or Hkv, k, n]`; columns count real tokens, and padding gets 0."""
     if mask is None:
         return projection[None, ..., :length]
@@ -181,7 +176,7 @@ def _columns(projection: torch.Tensor, mask: torch.Tensor | None, length: int) -
     return columns * mask[:, None, None, :]
 
 
-def stretch(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def stretch(x: Tensor, projection: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """`compress` by the means of segments of each row plus `projection`, stretched to the row's number of tokens.
 
     A row of at most k tokens has one token per slot, and `projection` is not used.
@@ -194,7 +189,7 @@ def stretch(x: torch.Tensor, projection: torch.Tensor, mask: torch.Tensor | None
     return weigh_tokens(weights.to(x.dtype), x), means.sum(dim=3) == 0
 
 
-def stretched(projection: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def stretched(projection: Tensor, mask: Tensor) -> Tensor:
     """The columns of `projection [1 or Hkv, k, n]`, shared out among the tokens of each row, `[B, 1 or Hkv, k, N]`.
 
     With c tokens in the row, token r gets the columns from r n / c to (r + 1) n / c; a column that two tokens share is
@@ -205,7 +200,7 @@ def stretched(projection: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     rank = (mask.cumsum(dim=1) - 1).clamp(min=0)
     sums = F.pad(projection.cumsum(dim=2), (1, 1))  # the column added at the end is only multiplied by 0
 
-    def sum_before(token: torch.Tensor) -> torch.Tensor:
+    def sum_before(token: Tensor) -> Tensor:
         whole = (token * columns).div(count, rounding_mode="floor")
         part = (token * columns - whole * count).to(projection.dtype) / count
         below, above = (
@@ -218,7 +213,7 @@ def stretched(projection: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where((mask & (count > slots))[:, None, None, :], change, 0.0)
 
 
-def convolve(x: torch.Tensor, kernel: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def convolve(x: Tensor, kernel: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """`compress` by the E whose row s holds `kernel [1 or Hkv, w]` at the positions s w .. (s + 1) w - 1."""
     width, length = kernel.shape[1], x.shape[2]
     if mask is not None:
@@ -235,7 +230,7 @@ def convolve(x: torch.Tensor, kernel: torch.Tensor, mask: torch.Tensor | None) -
     return compressed * scale.to(x.dtype).unsqueeze(-1), empty
 
 
-def _share(total: torch.Tensor, mass: torch.Tensor, density: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _share(total: Tensor, mass: Tensor, density: float) -> tuple[Tensor, Tensor]:
     """The factor that makes up for a slot's weight on missing tokens, and which slots are empty."""
     least = total * (0.5 * density)
     return total / torch.maximum(mass, least), mass <= least
@@ -248,9 +243,9 @@ class Projection(NamedTuple):
     # Returns the size of one matrix or kernel from (k, n).
     size: Callable[[int, int], tuple[int, ...]]
     # Returns the initial value from (size with a leading axis of heads, k, generator).
-    initial: Callable[[torch.Size, int, torch.Generator], torch.Tensor]
+    initial: Callable[[torch.Size, int, torch.Generator], Tensor]
     # Takes and returns the same as the function `compress`.
-    compress: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    compress: Callable[..., tuple[Tensor, Tensor]]
 
 
 PROJECTIONS: dict[str, Projection | None] = {

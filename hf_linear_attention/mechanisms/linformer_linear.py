@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..torch_kernels.blocks import EMPTY_MAXIMUM, accumulation_dtype, largest_visible, normalize, with_ones
 from .base import LayerShape, MechanismInputs, State, without_padding
@@ -38,7 +39,7 @@ class LinformerLinearAttention(LinformerLinearOptions, LinformerAttention):
         )
 
     @staticmethod
-    def _applied(projection: torch.Tensor) -> torch.Tensor:
+    def _applied(projection: Tensor) -> Tensor:
         return non_negative(projection)
 
     def reset_parameters(self) -> None:
@@ -46,7 +47,7 @@ class LinformerLinearAttention(LinformerLinearOptions, LinformerAttention):
         super().reset_parameters()
         self.feature_map.reset_parameters(self.generator())
 
-    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """Compress key features and values, at most as many as E has columns (ValueError), and attend to the slots."""
         query, key, value, mask, scaling, *_ = inputs
         self._check_length(key)
@@ -65,14 +66,12 @@ class LinformerLinearAttention(LinformerLinearOptions, LinformerAttention):
         return output.transpose(1, 2).to(query.dtype), None
 
 
-def non_negative(x: torch.Tensor) -> torch.Tensor:
+def non_negative(x: Tensor) -> Tensor:
     """|x| with derivative 1 at 0, where torch's derivative is 0 and the zeros of a segment mean would remain zeros."""
     return torch.where(x >= 0, x, -x)
 
 
-def exponentiate_together(
-    queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def exponentiate_together(queries: Tensor, keys: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Turn exponents into features in [0, 1]; the maxima are constants that cancel, so they need no gradient.
 
     `queries` are `[B, H, N, F]` and `keys` are `[B, Hkv, S, F]`; padded keys may hold any value.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..torch_kernels.blocks import accumulation_dtype
@@ -55,7 +55,7 @@ class NystromAttention(NystromOptions, AttentionMechanism):
         if self.conv_weight is not None:
             init.zeros_(self.conv_weight)
 
-    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """Attend through the landmarks, or exactly for short inputs; see `AttentionMechanism.forward`."""
         groups = self.shape.num_heads // self.shape.num_key_value_heads
         query, key, value, mask, scaling, *_ = inputs
@@ -74,20 +74,14 @@ class NystromAttention(NystromOptions, AttentionMechanism):
         return without_padding(output, mask).transpose(1, 2).to(query.dtype), None
 
     def _through_landmarks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float,
-        groups: int,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, groups: int
+    ) -> Tensor:
         weights = occupied = visible = None
         if mask is not None:
             weights = segment_mean_weights(mask, self.num_landmarks, query.dtype).unsqueeze(1)
             occupied, visible = weights.sum(dim=3) > 0, mask.unsqueeze(1)  # [B, 1, M], [B, 1, N]
 
-        def means(x: torch.Tensor) -> torch.Tensor:
+        def means(x: Tensor) -> Tensor:
             return segment_means(without_padding(x, mask), self.num_landmarks, weights)
 
         query_landmarks, key_landmarks = means(query), means(key)  # [B, H, M, D], [B, Hkv, M, D]
@@ -103,7 +97,7 @@ class NystromAttention(NystromOptions, AttentionMechanism):
             summaries = torch.where(is_short, tokens, summaries)
         return slot_attention(query, key_landmarks, summaries, occupied, scaling)
 
-    def _convolve(self, value: torch.Tensor, mask: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+    def _convolve(self, value: Tensor, mask: Tensor | None, weight: Tensor) -> Tensor:
         """Convolve the real tokens with one kernel per head, `[B, H, N, D]`; the result is arbitrary at padding."""
         if not value.shape[2]:
             return value
@@ -116,9 +110,7 @@ class NystromAttention(NystromOptions, AttentionMechanism):
         return gather_tokens(together, inverse_order(places))
 
 
-def landmark_weights(
-    query: torch.Tensor, key: torch.Tensor, occupied: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
+def landmark_weights(query: Tensor, key: Tensor, occupied: Tensor | None, scaling: float) -> Tensor:
     """softmax(scaling Ql Kl^T) `[B, H, M, M]`, 0 where one of the landmarks is empty (`occupied` is `[B, 1, M]`)."""
     logits = scaling * query @ key.transpose(-1, -2)
     if occupied is None:
@@ -127,7 +119,7 @@ def landmark_weights(
     return logits.softmax(dim=-1) * (occupied.unsqueeze(3) & occupied.unsqueeze(2))
 
 
-def iterative_pinv(matrix: torch.Tensor, iterations: int = 6) -> torch.Tensor:
+def iterative_pinv(matrix: Tensor, iterations: int = 6) -> Tensor:
     """Approximate pseudo-inverse of each matrix of `[..., M, M]` (Razavi 2014; Nystromformer, eq. 15, 6 steps).
 
     The iteration starts from A^T / (|A|_1 |A|_inf) of each matrix, whereas common implementations take the maximum over

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..features.random_maps import RANDOM_FEATURES, RandomFeatureMap
@@ -31,7 +31,7 @@ class PerformerAttention(PerformerOptions, LinearAttention):
     """
 
     feature_map: RandomFeatureMap
-    num_forwards: torch.Tensor
+    num_forwards: Tensor
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__(settings, shape)
@@ -65,7 +65,7 @@ class PerformerAttention(PerformerOptions, LinearAttention):
             query, key = self.geometry(query, key)
         self.feature_map.calibrate(query, key, inputs.scaling, inputs.attention_mask)
 
-    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """Redraw the projection if it is due, and attend; see `AttentionMechanism.forward`."""
         if self.redraw_interval and self.training and state is None:
             self._count_forward()
@@ -75,7 +75,7 @@ class PerformerAttention(PerformerOptions, LinearAttention):
         """The state after these keys; their sequence was already counted, so this is no new forward pass."""
         return self._attend(inputs, state)[1]
 
-    def _attend(self, inputs: MechanismInputs, state: State | None) -> tuple[torch.Tensor, State | None]:
+    def _attend(self, inputs: MechanismInputs, state: State | None) -> tuple[Tensor, State | None]:
         has_state, dtype = self.supports("state", self.settings), inputs.query.dtype
         if self.geometry is not None:
             query, key = self.geometry(inputs.query, inputs.key)
@@ -114,7 +114,7 @@ class HeadMaps(nn.Module):
         init.zeros_(self.log_scale)
         init.zeros_(self.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map `[B, heads, N, D]` to the same shape in the accumulation dtype."""
         x = accumulated(x)
         weight, log_scale, bias = (with_dtype(part, x.dtype) for part in (self.weight, self.log_scale, self.bias))
@@ -134,6 +134,6 @@ class LearnedGeometry(nn.Module):
         self.query.reset_parameters()
         self.key.reset_parameters()
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Map queries `[B, H, N, D]` and keys `[B, Hkv, S, D]`; the results are in the accumulation dtype."""
         return self.query(query), self.key(key)

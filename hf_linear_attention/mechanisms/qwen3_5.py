@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..torch_kernels.blocks import accumulated, with_dtype
@@ -69,8 +69,8 @@ class Qwen35Rule(nn.Module):
         """Start with the layer's own queries, keys and values, each of them repeated for the heads of its group."""
         groups = self.shape.num_heads // self.shape.num_key_value_heads
 
-        def of_heads(name: str) -> torch.Tensor:
-            weight: torch.Tensor = getattr(attention, f"{name}_proj").weight.unflatten(0, (-1, self.shape.head_dim))
+        def of_heads(name: str) -> Tensor:
+            weight: Tensor = getattr(attention, f"{name}_proj").weight.unflatten(0, (-1, self.shape.head_dim))
             norm = getattr(attention, f"{name}_norm", None)
             return weight if norm is None else weight * norm.weight[:, None]
 
@@ -78,25 +78,25 @@ class Qwen35Rule(nn.Module):
         for weight, start in zip(self._projections(), (of_heads("q"), key, value * VALUE_SCALE)):
             init.copy_(weight, start.flatten(0, 1))
 
-    def gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def gates(self, hidden_states: Tensor) -> Tensor:
         """All projections of every token side by side, `[B, N, 4 H D + 2 H]` in the accumulation dtype."""
         hidden = accumulated(hidden_states)
         return F.linear(hidden, with_dtype(torch.cat(self._projections()), hidden.dtype))
 
-    def _projections(self) -> list[torch.Tensor]:
+    def _projections(self) -> list[Tensor]:
         return [getattr(self, f"in_proj_{name}") for name in "qkvzba"]
 
     def projected(self, inputs: MechanismInputs) -> MechanismInputs:
         """Queries, keys and values `[B, H, N, D]` before their convolution, and z, b and a `[B, H, N, D + 2]`."""
         heads, width = self.shape.num_heads, self.shape.num_heads * self.shape.head_dim
-        parts = cast(torch.Tensor, inputs.gates).split((width,) * 4 + (heads,) * 2, dim=-1)
+        parts = cast(Tensor, inputs.gates).split((width,) * 4 + (heads,) * 2, dim=-1)
         query, key, value, z, b, a = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in parts)
         return inputs._replace(query=query, key=key, value=value, gates=torch.cat((z, b, a), dim=-1))
 
-    def forward(self, inputs: MechanismInputs, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: MechanismInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output `[B, H, N, D]` and the state S `[B, H, D, D]`, from `projected` inputs after the convolution."""
         query, key, value = (F.silu(x) for x in inputs[:3])
-        z, b, a = cast(torch.Tensor, inputs.gates).split((self.shape.head_dim, 1, 1), dim=-1)
+        z, b, a = cast(Tensor, inputs.gates).split((self.shape.head_dim, 1, 1), dim=-1)
         rate = a.squeeze(-1) + with_dtype(self.dt_bias, a.dtype)[:, None]
         decay = with_dtype(self.A_log, a.dtype).exp()[:, None] * F.softplus(rate)
         output, state = gated_delta(

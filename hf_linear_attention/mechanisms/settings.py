@@ -507,9 +507,7 @@ class HybridOptions(WindowOptions):
     options: ClassVar[dict[str, Option]] = {
         **WindowOptions.options,
         "feature_map": Option(str, "exp", "phi, applied to queries and far keys", choices=("exp", "hedgehog")),
-        "num_features": Option(
-            int, None, "features per head; by default what the feature map suggests", minimum=1, maximum=MOST_FEATURES
-        ),
+        "num_features": LinearOptions.options["num_features"],
         "num_exact_keys": Option(
             int,
             0,

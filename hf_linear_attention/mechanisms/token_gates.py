@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..features.maps import orthogonal_random_matrix
@@ -35,7 +35,7 @@ INITIAL_SLOPE = 1 / 20
 TOKENS_PER_PART = 4096
 
 
-def scaled(hidden_states: torch.Tensor) -> torch.Tensor:
+def scaled(hidden_states: Tensor) -> Tensor:
     """Hidden states divided by sqrt(E) in the accumulation dtype, so that one learning rate suits every width."""
     return accumulated(hidden_states) * hidden_states.shape[-1] ** -0.5
 
@@ -70,7 +70,7 @@ class ForgetGate(nn.Module):
         rates = [math.log(math.expm1(slope)) for slope in self.slopes]
         init.copy_(self.rate, torch.tensor(rates, dtype=torch.float32, device="cpu"))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """The log-decays `[B, N, outputs]` of `[B, N, E]`."""
         if self.reduction is not None:
             hidden = F.linear(hidden, with_dtype(self.reduction, hidden.dtype))
@@ -93,7 +93,7 @@ class SigmoidGate(nn.Module):
         init.zeros_(self.projection)
         init.constant_(self.bias, math.log(self.start / (1 - self.start)))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """The gates `[B, N, outputs]` of `[B, N, E]`, between 0 and 1."""
         return F.linear(hidden, *(with_dtype(x, hidden.dtype) for x in (self.projection, self.bias))).sigmoid()
 
@@ -117,7 +117,7 @@ class TokenGates(nn.Module):
         if self.forget is not None:
             self.forget.reset_parameters(generator)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """The gates `[B, N, C]` of hidden states `[B, N, E]`, in the accumulation dtype."""
         hidden = scaled(hidden_states)
         gates = []
@@ -127,7 +127,7 @@ class TokenGates(nn.Module):
             gates.append(self.forget(hidden))
         return torch.cat(gates, dim=-1)
 
-    def split(self, gates: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def split(self, gates: Tensor, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The exponents a and the log-decays g, both `[B, Hkv, N]` or None; 0 where the mask `[B, N]` is."""
         gates = gates.transpose(1, 2)
         if mask is not None:
@@ -145,15 +145,12 @@ def gates_of(settings: Mapping[str, Any], shape: LayerShape) -> TokenGates:
 
 
 def with_key_exponents(
-    feature_map: KernelMap, query: torch.Tensor, key: torch.Tensor, exponents: torch.Tensor
-) -> tuple[KernelMap, torch.Tensor, torch.Tensor]:
-    """The map, queries and keys for which `exponents [B, Hkv, S]` are added to those of the keys.
+    feature_map: KernelMap, query: Tensor, key: Tensor, exponents: Tensor
+) -> tuple[KernelMap, Tensor, Tensor]:
+    """The affine map, queries and keys for which `exponents [B, Hkv, S]` are added to those of the keys.
 
     They become one more channel of the keys, whose weight is 1 for every feature. The norm term goes there too, because
     it would count that channel.
-
-    Args:
-        feature_map: an affine map of function `EXP`.
     """
     query_map, key_map = feature_map.query, feature_map.key
     if query_map is None or key_map is None:
@@ -169,7 +166,7 @@ def with_key_exponents(
     return KernelMap(feature_map.function, query_map, key_map), F.pad(query, (0, 1)), key
 
 
-def faded(state: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
+def faded(state: Tensor, log_decay: Tensor) -> Tensor:
     """`state [B, Hkv, F, W + 2]` after a decay by `log_decay [B, Hkv]`, which its maximum takes in."""
     maximum = state[..., -1:] + log_decay[:, :, None, None].to(state.dtype)
     return torch.cat((state[..., :-1], maximum), dim=-1)

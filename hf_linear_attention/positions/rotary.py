@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..mechanisms.base import LayerShape, MechanismInputs, Rotary
@@ -35,7 +35,7 @@ class RotaryShift:
     def __init__(self, rotary: Rotary, first: int = 0) -> None:
         self.rotary, self.first = rotary, first
 
-    def __call__(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor, tokens: Tensor) -> Tensor:
         """`x [B, heads, N, D]` moved by `tokens` positions (integers `[B, N]` or `[B, heads, N]`, positive: right)."""
         half, first = len(self.rotary.inverse_frequencies), self.first
         if first >= half:
@@ -61,7 +61,7 @@ class RotaryShift:
         half = len(self.rotary.inverse_frequencies)
         return (2 * self.first, 2, 1) if self.rotary.is_interleaved else (self.first, 1, half)
 
-    def table(self, tokens: torch.Tensor) -> torch.Tensor | None:
+    def table(self, tokens: Tensor) -> Tensor | None:
         """The cosines and then the sines `[B, N, 2 R]` that move R pairs by `tokens [B, N]`; None if no pair moves."""
         slow = self.rotary.inverse_frequencies[self.first :]
         if not slow:
@@ -92,7 +92,7 @@ def rotary_shift(settings: Mapping[str, Any], shape: LayerShape, frequencies: in
     return RotaryShift(shape.rotary, 0 if settings["rope"] == "none" else frequencies or 0)
 
 
-def without_hidden(shift: RotaryShift | None, inputs: MechanismInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def without_hidden(shift: RotaryShift | None, inputs: MechanismInputs) -> tuple[Tensor, Tensor]:
     """Queries and keys `[B, heads, N, D]` with the rotary frequencies of `shift` taken back."""
     query, key, positions = inputs.query, inputs.key, inputs.positions
     if shift is None or positions is None:
@@ -103,7 +103,7 @@ def without_hidden(shift: RotaryShift | None, inputs: MechanismInputs) -> tuple[
 class AlibiDecay(nn.Module):
     """`log_decay [Hkv]` = -slopes (ALiBi, Press 2022): exp(q·k - slope (i - j)) is exp(q·k) decayed once per token."""
 
-    log_decay: torch.Tensor
+    log_decay: Tensor
 
     def __init__(self, slopes: tuple[float, ...]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class AlibiDecay(nn.Module):
         """Fill in the slopes."""
         init.copy_(self.log_decay, -torch.tensor(self.slopes, dtype=torch.float32, device="cpu"))
 
-    def forward(self) -> torch.Tensor:
+    def forward(self) -> Tensor:
         """The logarithm of the decay per token, `[Hkv]`."""
         return self.log_decay
 
@@ -132,7 +132,7 @@ class LearnedDecay(nn.Module):
         rates = [math.log(math.expm1(slope)) for slope in self.slopes]
         init.copy_(self.rate, torch.tensor(rates, dtype=torch.float32, device="cpu"))
 
-    def forward(self) -> torch.Tensor:
+    def forward(self) -> Tensor:
         """The logarithm of the decay per token, `[Hkv]`."""
         return -F.softplus(self.rate.float() if self.rate.dtype != torch.float64 else self.rate)
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -111,7 +112,7 @@ def _damaged(path: str | os.PathLike, problem: str) -> ValueError:
     return ValueError(f"Got a damaged prompt state in {str(path)!r}: {problem}. Let the model read the prompt again.")
 
 
-def _read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The metadata of a file and its tensors."""
     if os.path.exists(path) and not os.path.isfile(path):  # a folder, or a pipe, for which one would wait
         raise ValueError(f"Got {str(path)!r}, which is not a file; pass a file from `save_prompt_state`.")
@@ -132,7 +133,7 @@ def _read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch.Tens
     return about, tensors
 
 
-def _digest(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+def _digest(about: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -140,7 +141,7 @@ def _digest(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
@@ -158,15 +159,14 @@ def _layers_of_one_token(model: Any) -> list[Any]:
     return cache.layers
 
 
-def _problem(num_tokens: Any, tensors: dict[str, torch.Tensor], made: list[Any]) -> str | None:
+def _problem(num_tokens: Any, tensors: dict[str, Tensor], made: list[Any]) -> str | None:
     """What is wrong with the tensors, compared with the layers `made` of one token, or None."""
     if type(num_tokens) is not int or not 1 <= num_tokens <= torch.iinfo(torch.int64).max:
         return f"`num_tokens` is {num_tokens!r}, but must be an integer above 0"
     expected = {f"{n}.{name}": (tensor, layer) for n, layer in enumerate(made) for name, tensor in _tensors(layer)}
     if set(tensors) != set(expected):
-        lacking, strange = (
-            ", ".join(sorted(names)) for names in (expected.keys() - tensors, tensors.keys() - expected)
-        )
+        differing = (expected.keys() - tensors, tensors.keys() - expected)
+        lacking, strange = (", ".join(sorted(names)) for names in differing)
         return f"it lacks {lacking or 'no tensor'}, and this model makes no {strange or 'other one'}"
     rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors.values()}
     if len(rows) != 1 or not min(rows):
@@ -190,7 +190,7 @@ def _problem(num_tokens: Any, tensors: dict[str, torch.Tensor], made: list[Any])
     return None
 
 
-def _tensors(layer: Any) -> list[tuple[str, torch.Tensor]]:
+def _tensors(layer: Any) -> list[tuple[str, Tensor]]:
     """The tensors of one layer, with their names."""
     if getattr(layer, "holds_linear_state", False) and not layer.has_other_states:
         return [(f"state.{place}", tensor) for place, tensor in enumerate(layer.state or ())]
@@ -204,7 +204,7 @@ def _tensors(layer: Any) -> list[tuple[str, torch.Tensor]]:
     )
 
 
-def _fill(cache: DynamicCache, number: int, tensors: list[torch.Tensor], made: Any, num_tokens: int) -> None:
+def _fill(cache: DynamicCache, number: int, tensors: list[Tensor], made: Any, num_tokens: int) -> None:
     """Put the tensors of one layer into the cache, on the devices of those of the layer `made`."""
     tensors = [tensor.to(own.device) for tensor, (_, own) in zip(tensors, _tensors(made))]
     layer: Any = cache.layers[number] if type(made) in STOCK else None
@@ -237,10 +237,10 @@ def identity_of(model: Any) -> dict[str, Any]:
     }
 
 
-def _plain_tensors(entry: Any) -> Iterator[torch.Tensor]:
+def _plain_tensors(entry: Any) -> Iterator[Tensor]:
     """The tensors inside a quantised weight, without tensors on the meta device, which accelerate offloaded to disk."""
     if hasattr(entry, "__tensor_flatten__"):
         for name in entry.__tensor_flatten__()[0]:
             yield from _plain_tensors(getattr(entry, name))
-    elif isinstance(entry, torch.Tensor) and not entry.is_meta:
+    elif isinstance(entry, Tensor) and not entry.is_meta:
         yield entry

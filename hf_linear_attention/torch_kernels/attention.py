@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .blocks import (
     BLOCK_SIZE,
@@ -38,36 +39,31 @@ from .implementations import implemented
 MOST_BLOCKS = 16
 
 
-def makes_features(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None, num_features: int
-) -> bool:
+def makes_features(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, num_features: int) -> bool:
     """Whether `map_attention` computes the features inside a kernel, so that computing them first wastes memory."""
     return bool(implemented("makes_features", query, key, value, key_mask, num_features))
 
 
 def map_attention(
     feature_map: KernelMap,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
     is_causal: bool,
-    key_mask: torch.Tensor | None = None,
-    state: torch.Tensor | None = None,
-    log_decay: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    key_mask: Tensor | None = None,
+    state: Tensor | None = None,
+    log_decay: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Kernel attention for a feature map that the kernels implement; the C kernels never store the features.
 
-    The arguments are those of `kernel_attention`, except that `query [B, H, N, D]` and `key [B, Hkv, S, D]` are given
-    before the feature map.
+    The arguments are those of `kernel_attention` (and so are the errors), except that `query [B, H, N, D]` and `key [B,
+    Hkv, S, D]` are given before the feature map.
 
     Returns:
         The output `[B, N, H, W]` in the dtype of `query`; then, in the accumulation dtype, its denominator
         `[B, Hkv, G, N, 1]`, the log scale of the same shape (a constant without gradient; None unless the map returns
         exponents), and the state.
-
-    Raises:
-        ValueError: if the shapes, dtypes or devices do not match.
     """
     query_map, key_map = feature_map.query, feature_map.key
     affine = (None,) * 4 if query_map is None or key_map is None else (*key_map, query_map.weight)
@@ -82,16 +78,16 @@ def map_attention(
 
 
 def in_torch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    log_decay: torch.Tensor | None,
-    state: torch.Tensor | None,
-    key_weight: torch.Tensor | None,
-    key_bias: torch.Tensor | None,
-    key_norm: torch.Tensor | None,
-    query_weight: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    key_weight: Tensor | None,
+    key_bias: Tensor | None,
+    key_norm: Tensor | None,
+    query_weight: Tensor | None,
     function: int,
     is_causal: bool,
     *,
@@ -122,17 +118,17 @@ def _needs_loop(length: int) -> bool:
 
 
 def kernel_attention(
-    query_features: torch.Tensor,
-    key_features: torch.Tensor,
-    value: torch.Tensor,
+    query_features: Tensor,
+    key_features: Tensor,
+    value: Tensor,
     *,
     log_features: bool,
     is_causal: bool,
-    key_mask: torch.Tensor | None = None,
-    state: torch.Tensor | None = None,
-    log_decay: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    key_mask: Tensor | None = None,
+    state: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention with weights phi(q_i)·phi(k_j) / sum_j phi(q_i)·phi(k_j) (Katharopoulos 2020, eq. 5, 9 and 18-20).
 
     Args:
@@ -168,22 +164,19 @@ def kernel_attention(
 
 
 def state_after(
-    features_of: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    state: torch.Tensor | None,
+    features_of: Callable[[Tensor, Tensor | None], Tensor],
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    state: Tensor | None,
     *,
     log_features: bool,
     size: int,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """The state of `kernel_attention` after all keys, of which no more than `size` have features at the same time.
 
     Bidirectional attention in memory that is constant in the length takes two passes: this one, then one over queries.
-
-    Args:
-        features_of: the features `[B, Hkv, C, F]` of keys `[B, Hkv, C, D]` with their mask `[B, C]`.
-        key, value, key_mask, state: see `kernel_attention`.
+    `features_of` gives the features `[B, Hkv, C, F]` of keys `[B, Hkv, C, D]` with their mask `[B, C]`.
     """
     for start in range(0, key.shape[2], size):
         part = slice(start, start + size)
@@ -198,12 +191,12 @@ def state_after(
 
 def elementwise_attention(
     feature_map: ElementwiseMap,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Causal `kernel_attention` in torch that computes the features block by block instead of storing them."""
     implemented("check_attention", query, key, value, key_mask, None, state, *(None,) * 4, PLAIN, True)
     mask = None if key_mask is None else key_mask[:, None, :, None]

@@ -115,17 +115,14 @@ def plain_attention(
     state: Tensor | None = None,
     log_decay: Tensor | None = None,
 ) -> Parts:
-    """`kernels.kernel_attention` of features (arguments as there) in plain operations, with no branch on data.
+    """`kernel_attention` of features (arguments as there) in plain operations, with no branch on data.
 
-    torch.export and ONNX trace this function, and second derivatives are computed through it. `key_mask` may number
-    packed sequences from 1, with 0 at padding and -n at a token of sequence n whose key is ignored.
+    torch.export and ONNX trace this function, and second derivatives are computed through it. Packed sequences are for
+    the causal form only (else ValueError).
 
     Returns:
         The output `[B, Hkv, G, N, W]`, the denominator and the log scale `[B, Hkv, G, N, 1]` (a constant; None for
         plain features), and the state, all in the accumulation dtype.
-
-    Raises:
-        ValueError: for a mask that numbers packed sequences in the bidirectional form.
     """
     dtype = accumulation_dtype(value)
     query = with_dtype(query, dtype).unflatten(1, (key.shape[1], -1))
@@ -342,9 +339,8 @@ def attend_log_block(
         exponent = query + maximum[:, :, None, None]
         exponent = exponent if decay is None else exponent + decay.from_carried.unsqueeze(2)
         part, size = _weighed(exponent, sums.unsqueeze(2))
-        output, scale = _joined_parts(
-            (output, scale), (part, size), None if together is None else together.with_carried
-        )
+        sees = None if together is None else together.with_carried
+        output, scale = _joined_parts((output, scale), (part, size), sees)
         maximum = maximum if decay is None else maximum + decay.carried_to_last
         if together is not None:
             sums = sums * together.carried_stays
@@ -561,16 +557,16 @@ def is_tracing() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def needs_plain(tensor: torch.Tensor) -> bool:
+def needs_plain(tensor: Tensor) -> bool:
     """Whether only plain torch operations will do: in exported graphs, under torch.func, for tensor subclasses."""
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return True
     if torch.compiler.is_compiling():
         return False
-    return type(tensor) is not torch.Tensor or torch._C._functorch.maybe_current_level() is not None
+    return type(tensor) is not Tensor or torch._C._functorch.maybe_current_level() is not None
 
 
-def is_eager(tensor: torch.Tensor) -> bool:
+def is_eager(tensor: Tensor) -> bool:
     """Whether the computation runs immediately and on a plain tensor, so that code tuned for eager mode pays off."""
     return not torch.compiler.is_compiling() and not needs_plain(tensor)
 

@@ -172,13 +172,10 @@ def gradients_with_graph(function: Callable[..., Any], inputs: Any, grad_outputs
     wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     pairs = [(y, g) for y, g in zip(function(*leaves), grad_outputs) if g is not None and y is not None]
     pairs = [(y, g) for y, g in pairs if y.requires_grad]
-    found = iter(_grad(pairs, wanted) if pairs else ())
+    options = {"create_graph": True, "allow_unused": True}
+    outputs, grads = [y for y, _ in pairs], [g for _, g in pairs]
+    found = iter(torch.autograd.grad(outputs, wanted, grads, **options) if pairs else ())
     return [next(found, None) if isinstance(x, Tensor) and x.requires_grad else None for x in leaves]
-
-
-def _grad(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    outputs, grads = zip(*pairs)
-    return torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True)
 
 
 class ElementwiseMap(NamedTuple):

@@ -128,8 +128,7 @@ def plain_delta(
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta` of real tokens, with no branch on data, so that graphs and torch.func can use it.
 
-    Returns:
-        The output `[B, H, N, D]` and the state, both in the accumulation dtype.
+    The output `[B, H, N, D]` and the state are in the accumulation dtype.
     """
     dtype = accumulation_dtype(value)
     query, key, value, log_decay, beta = (with_dtype(x, dtype) for x in (query, key, value, log_decay, beta))

@@ -72,14 +72,11 @@ class Choice(NamedTuple):
 
 
 def choose(score: Tensor, places: Tensor, count: int, numbers: tuple[Tensor, Tensor] | None = None) -> Choice:
-    """Which of the keys at `places` are kept at each of the steps of a chunk.
+    """Which of the keys at `places` are kept at each of the steps of a chunk; `count` is M.
 
-    Args:
-        score: `[B, Hkv, K, M + C]`, of the M kept keys and then of those that leave the window at each step.
-        places: `[B, Hkv, K, M + C]`, what they are called.
-        count: M.
-        numbers: the packed sequences of the keys `[B, Hkv, K, M + C]` and of the queries `[B, 1, K, C]`, or None. A key
-            is kept for its own sequence alone.
+    `score` and `places`, `[B, Hkv, K, M + C]`, are those of the M kept keys and then of those that leave the window at
+    each step. With `numbers`, the packed sequences of the keys `[B, Hkv, K, M + C]` and of the queries `[B, 1, K, C]`,
+    a key is kept for its own sequence alone.
     """
     steps = score.shape[-1] - count
     score, order = by_score(score)
@@ -114,13 +111,10 @@ def kept_after(score: Tensor, count: int) -> Tensor:
 def part_of(
     query: Tensor, keys: Kept, visible: Tensor, scaling: float, far: tuple[Tensor, Tensor, Tensor] | None
 ) -> Part:
-    """Softmax attention to the keys that each query sees.
+    """Softmax attention of `query [B, Hkv, G, K C, D]` to the keys that each sees, n for each head and chunk.
 
-    Args:
-        query: `[B, Hkv, G, K C, D]`.
-        keys: n of them for each head and chunk, `[B, Hkv, K, n, D]`.
-        visible: bool `[B, Hkv, K, C, n]`.
-        far: the queries and keys that are compared instead where the third, bool `[B, Hkv, K, C, n]`, is true; or None.
+    The keys are `[B, Hkv, K, n, D]`, `visible` is bool `[B, Hkv, K, C, n]`. `far` are queries and keys that are
+    compared instead where its third tensor, bool `[B, Hkv, K, C, n]`, is true.
     """
     dtype, visible = accumulation_dtype(query), visible.unsqueeze(3)
     logits = _logits(query, keys.key, scaling, dtype)

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .blocks import EMPTY_MAXIMUM, accumulation_dtype, is_free, joined, with_dtype, with_ones
 from .causal import incomplete
 from .implementations import implemented
 
 
-Part = tuple[torch.Tensor, torch.Tensor]
+Part = tuple[Tensor, Tensor]
 # Logits per step on a CPU: 1 MB in float32, which fits into its cache.
 LOGITS_IN_CACHE = 1 << 18
 # On a CPU exp of less than -87 is 60 times slower, and so are products with its result. exp(-60) = 9e-27 vanishes
@@ -37,38 +38,31 @@ SMALLEST_BLOCK = 64
 class NearKeys(NamedTuple):
     """Consecutive keys, padded before the first query: query t sees the keys t .. t + width - 1."""
 
-    key: torch.Tensor  # [B, Hkv, N + width - 1, D]
-    value: torch.Tensor  # [B, Hkv, N + width - 1, D]
-    visible: torch.Tensor  # [B, N + width - 1] bool
+    key: Tensor  # [B, Hkv, N + width - 1, D]
+    value: Tensor  # [B, Hkv, N + width - 1, D]
+    visible: Tensor  # [B, N + width - 1] bool
     centre: int  # the key t + centre is that of query t itself
-    numbers: torch.Tensor | None = None  # [B, N + width - 1]: query t sees places of its own packed sequence alone
+    numbers: Tensor | None = None  # [B, N + width - 1]: query t sees places of its own packed sequence alone
 
 
 class SinkKeys(NamedTuple):
     """Keys that every later query sees; their shape is `[B, Hkv, N, s, D]` if each query has its own sinks."""
 
-    key: torch.Tensor  # [B, Hkv, s, D]
-    value: torch.Tensor  # [B, Hkv, s, D]
-    seen: torch.Tensor  # [B, N, s] bool
-    distance: torch.Tensor | None  # [B, N, s] real tokens between sink and query, needed by a decay
+    key: Tensor  # [B, Hkv, s, D]
+    value: Tensor  # [B, Hkv, s, D]
+    seen: Tensor  # [B, N, s] bool
+    distance: Tensor | None  # [B, N, s] real tokens between sink and query, needed by a decay
 
 
 def exact_part(
-    query: torch.Tensor,
+    query: Tensor,
     near: NearKeys,
     sinks: SinkKeys,
     scaling: float,
-    log_decay: torch.Tensor | None = None,
-    sink_query: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Exact softmax over a window and sinks; see `plain_window`.
-
-    Returns:
-        The output `[B, Hkv, G, N, W]`, the logarithm of its denominator and the largest logit `[B, Hkv, G, N, 1]`.
-
-    Raises:
-        ValueError: if the shapes, dtypes or devices do not match.
-    """
+    log_decay: Tensor | None = None,
+    sink_query: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Exact softmax over a window and sinks, with the results of `plain_window`; invalid arguments raise ValueError."""
     given = (query, near.key, near.value, near.visible, sinks.key, sinks.value, sinks.seen, sink_query)
     if near.numbers is not None:
         return packed_window(query, near, sinks, scaling, log_decay, sink_query)
@@ -79,7 +73,7 @@ def exact_part(
     return plain_window(*given, scaling, log_decay=log_decay, **options)
 
 
-def window_in_blocks(query: torch.Tensor, near: NearKeys, sinks: SinkKeys, scaling: float) -> torch.Tensor:
+def window_in_blocks(query: Tensor, near: NearKeys, sinks: SinkKeys, scaling: float) -> Tensor:
     """The output `[B, H, N, W]` of `plain_window` alone, by torch's fused kernel, without ALiBi and packed sequences.
 
     Rows of blocks of queries compare with the keys of a whole block, as in Longformer (2020, appendix A). Rows that see
@@ -105,21 +99,21 @@ def window_in_blocks(query: torch.Tensor, near: NearKeys, sinks: SinkKeys, scali
 
 
 def plain_window(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor,
-    sink_key: torch.Tensor,
-    sink_value: torch.Tensor,
-    seen: torch.Tensor,
-    sink_query: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    sink_key: Tensor,
+    sink_value: Tensor,
+    seen: Tensor,
+    sink_query: Tensor | None,
     scaling: float,
     *,
-    log_decay: torch.Tensor | None = None,
+    log_decay: Tensor | None = None,
     centre: int = 0,
-    distance: torch.Tensor | None = None,
-    numbers: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    distance: Tensor | None = None,
+    numbers: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The softmax output `[B, Hkv, G, N, W]`, its log denominator and largest logit `[B, Hkv, G, N, 1]`, in O(N width).
 
     Args:
@@ -164,33 +158,31 @@ def plain_window(
     return output, log_size, scale
 
 
-def _empty_window(query: torch.Tensor, kv_heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _empty_window(query: Tensor, kv_heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """The results for no queries, which depend on them."""
     size = query.sum(dim=-1, keepdim=True).unflatten(1, (kv_heads, -1))
     return size.expand(*size.shape[:4], width), size, size
 
 
-def _of_own_sequence(numbers: torch.Tensor, centre: int, length: int, width: int, size: int) -> torch.Tensor:
+def _of_own_sequence(numbers: Tensor, centre: int, length: int, width: int, size: int) -> Tensor:
     """Whether a place of a block's window belongs to the packed sequence of its query."""
     own = _query_blocks(numbers[:, centre : centre + length], 1, size).unsqueeze(3)
     return _spans(numbers, 1, width + size - 1, size, incomplete(length, size)).unsqueeze(2) == own
 
 
-def _query_blocks(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def _query_blocks(x: Tensor, dim: int, size: int) -> Tensor:
     """Pad the N of `dim` to whole blocks of `size` and split it into them."""
     return _padded(x, dim, incomplete(x.shape[dim], size)).unflatten(dim, (-1, size))
 
 
-def _padded(x: torch.Tensor, dim: int, missing: int) -> torch.Tensor:
+def _padded(x: Tensor, dim: int, missing: int) -> Tensor:
     """`x` with so many more at the end of `dim`; padding by 0 would copy."""
     return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if is_free(missing) or missing else x
 
 
 def _softmax(
-    logits: tuple[torch.Tensor, torch.Tensor],
-    seen: tuple[torch.Tensor, torch.Tensor],
-    values: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: tuple[Tensor, Tensor], seen: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     """The output of blocks of queries, its log denominator and largest logit.
 
     Of keys in the window, then of sinks: logits, which of them are seen, and values with a last column of 1.
@@ -207,13 +199,13 @@ def _softmax(
 
 
 def packed_window(
-    query: torch.Tensor,
+    query: Tensor,
     near: NearKeys,
     sinks: SinkKeys,
     scaling: float,
-    log_decay: torch.Tensor | None,
-    sink_query: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    log_decay: Tensor | None,
+    sink_query: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """`plain_window` within packed sequences, where every query has the sinks of its own sequence."""
     none = (x.new_empty(*x.shape[:2], 0, x.shape[-1]) for x in (sinks.key, sinks.value))
     options: dict[str, Any] = {"log_decay": log_decay, "centre": near.centre, "numbers": near.numbers}
@@ -234,13 +226,13 @@ def packed_window(
     return *join((output, size), (average, sink_size)), largest
 
 
-def weights_of(logits: torch.Tensor) -> torch.Tensor:
+def weights_of(logits: Tensor) -> Tensor:
     """exp of numbers of at most 0, and exactly 0 below `LOWEST_EXPONENT`."""
     weights = logits.clamp(min=LOWEST_EXPONENT).exp()
     return F.threshold(weights, *FLUSHED)
 
 
-def _blocks_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int | None:
+def _blocks_at_a_time(query: Tensor, key: Tensor) -> int | None:
     """The number of blocks per step: on a CPU, as many as keep their logits in the cache; elsewhere all, None."""
     if query.device.type != "cpu" or torch.compiler.is_compiling():
         return None
@@ -248,13 +240,13 @@ def _blocks_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int | None:
     return max(1, LOGITS_IN_CACHE // max(1, per_block))
 
 
-def _maximum(logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _maximum(logits: tuple[Tensor, ...]) -> Tensor:
     """The maximum over the last axis of all logits, `[..., 1]`, without a gradient; an empty tensor is skipped."""
     largest = [x.detach().amax(dim=-1, keepdim=True) for x in logits if x.shape[-1]]
     return torch.maximum(*largest) if len(largest) == 2 else largest[0]
 
 
-def _spans(x: torch.Tensor, dim: int, span: int, size: int, missing: int) -> torch.Tensor:
+def _spans(x: Tensor, dim: int, span: int, size: int, missing: int) -> Tensor:
     """The `span` tokens from every `size`-th on, `[.., blocks, span, ..]`, of those at `dim` and `missing` more."""
     x = _padded(x, dim, missing)
     if not is_free(size):
@@ -271,7 +263,7 @@ def join(*parts: Part) -> Part:
     return joined_output(*parts), torch.cat(sizes, dim=-1).logsumexp(dim=-1, keepdim=True)
 
 
-def joined_output(*parts: Part) -> torch.Tensor:
+def joined_output(*parts: Part) -> Tensor:
     """The output of `join` alone."""
     output, size = parts[0]
     lerp = torch.lerp if torch.is_grad_enabled() else torch.Tensor.lerp_
@@ -282,25 +274,18 @@ def joined_output(*parts: Part) -> torch.Tensor:
     return output
 
 
-def log_size(denominator: torch.Tensor, log_scale: torch.Tensor) -> torch.Tensor:
+def log_size(denominator: Tensor, log_scale: Tensor) -> Tensor:
     """log(denominator) + log_scale, and EMPTY_MAXIMUM where the denominator is 0."""
     is_empty = denominator < torch.finfo(denominator.dtype).tiny
     # Not the logarithm of a tiny number, whose second derivative would be infinite.
     return (denominator.masked_fill(is_empty, 1.0).log() + log_scale).masked_fill(is_empty, EMPTY_MAXIMUM)
 
 
-def slot_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
+def slot_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
     """softmax(scaling q k^T) v, `[B, H, N, W]`; 0 for a row that sees no key. Hidden keys may hold any value.
 
-    Args:
-        query: `[B, H, N, D]`.
-        key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, W]`.
-        visible: bool `[B or 1, Hkv or 1, S]`, or None for all keys.
-
-    Raises:
-        ValueError: if the shapes, dtypes or devices do not match.
+    `query` is `[B, H, N, D]`, `key` and `value` are `[B, Hkv, S, D]` and `[B, Hkv, S, W]`, and `visible` is bool `[B or
+    1, Hkv or 1, S]` or None for all keys; ValueError for others.
     """
     if (found := implemented("slot_attention", query, key, value, visible, scaling)) is not None:
         return found
@@ -310,9 +295,7 @@ def slot_attention(
     return dense_attention(query, key, value, visible, scaling)
 
 
-def dense_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
     """softmax(scaling q k^T) v, `[B, H, N, W]`, by torch's fused kernel. Hidden keys and values must be finite.
 
     Args:

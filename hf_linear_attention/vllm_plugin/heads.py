@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
@@ -30,11 +30,11 @@ class _Output(BaseModelOutputWithPoolingAndCrossAttentions):
 class _Given(nn.Module):
     """Returns `output`, whatever it is called with."""
 
-    def __init__(self, output: torch.Tensor) -> None:
+    def __init__(self, output: Tensor) -> None:
         super().__init__()
         self.output = output
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The given output."""
         return self.output
 
@@ -71,9 +71,7 @@ def match_logits(processor: Any, config: PreTrainedConfig) -> None:
 class ClassificationHead:
     """The stock classifier, with all modules that stand between it and the hidden states.
 
-    Args:
-        config: that of the model.
-        dtype, device: of the parameters, which have no values yet.
+    Its parameters have the given dtype and device, and no values yet.
 
     Attributes:
         model: the stock model on the meta device; only what is not below its base model is computed.
@@ -91,11 +89,11 @@ class ClassificationHead:
             if part is not None:
                 part.to_empty(device=device)
 
-    def __call__(self, pooled: torch.Tensor) -> torch.Tensor:
+    def __call__(self, pooled: Tensor) -> Tensor:
         """The logits `[B, classes]` of one vector `[B, E]` for each text."""
         return self.logits(pooled.unsqueeze(1))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """The logits `[B, classes]` of hidden states `[B, N, E]`."""
         pooled = None if self.pooler is None else self.pooler(hidden)
         output = _Output(last_hidden_state=hidden, pooler_output=pooled)

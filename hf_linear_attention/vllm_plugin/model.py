@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import CompilationMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
@@ -33,7 +34,7 @@ from .sharding import shard
 from .states import EncoderLayer, StateLayer
 
 
-def attend(prefix: str, inputs: MechanismInputs) -> torch.Tensor:
+def attend(prefix: str, inputs: MechanismInputs) -> Tensor:
     """The output `[1, N, H, D]` of a converted layer, by the operator at which graphs stop."""
     query, value = inputs.query, inputs.value
     output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
@@ -77,7 +78,7 @@ class ConvertedMixin(Base):
         mechanisms = [module._modules.pop("linear_attention") for module in modules]
         super().recursive_replace()
         rank, size = self.tp_group.rank_in_group, self.tp_group.world_size
-        made: dict[int, torch.Tensor] = {}
+        made: dict[int, Tensor] = {}
         for module, mechanism in zip(modules, mechanisms):
             part = mechanism if size == 1 else shard(mechanism, rank, size, made, self.device_config.device)
             module.linear_attention = part

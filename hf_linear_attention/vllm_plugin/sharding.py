@@ -8,27 +8,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..mechanisms.base import AttentionMechanism
 
 
 def shard(
-    mechanism: AttentionMechanism, rank: int, size: int, made: dict[int, torch.Tensor], device: Any
+    mechanism: AttentionMechanism, rank: int, size: int, made: dict[int, Tensor], device: Any
 ) -> AttentionMechanism:
-    """The same mechanism for the query heads of process `rank` of `size`, and for their key/value heads.
+    """The same mechanism for the query heads of process `rank` of `size` (else ValueError), and their key/value heads.
 
     Its parameters and buffers are empty. Each of them has a function `weight_loader(tensor, loaded)`, which vLLM calls
     with the tensor of the checkpoint, and which copies the part that belongs to these heads: along the one axis on
-    which both differ, because every such axis is ordered by heads.
-
-    Args:
-        mechanism: that of all heads; it may be on the meta device.
-        made: tensors that layers share, by the `id` of those of all heads; this call adds its own.
-        device: where the new tensors are.
-
-    Raises:
-        ValueError: if the heads cannot be divided by `size`.
+    which both differ, because every such axis is ordered by heads. The mechanism of all heads may be on the meta
+    device. Tensors that layers share are in `made`, by the `id` of those of all heads; this call adds its own.
     """
     shape = mechanism.shape
     heads, kv_heads = shape.num_heads, shape.num_key_value_heads
@@ -51,7 +44,7 @@ def shard(
     return part
 
 
-def _empty_part(whole: torch.Tensor, part: torch.Tensor, rank: int, size: int, device: Any) -> torch.Tensor:
+def _empty_part(whole: Tensor, part: Tensor, rank: int, size: int, device: Any) -> Tensor:
     axes = [axis for axis in range(whole.ndim) if whole.shape[axis] != part.shape[axis]]
     new = torch.empty(part.shape, dtype=whole.dtype, device=device)
     if isinstance(whole, nn.Parameter):
@@ -60,7 +53,7 @@ def _empty_part(whole: torch.Tensor, part: torch.Tensor, rank: int, size: int, d
     return new
 
 
-def _copy_part(part: torch.Tensor, loaded: torch.Tensor, axes: list[int], rank: int, size: int) -> None:
+def _copy_part(part: Tensor, loaded: Tensor, axes: list[int], rank: int, size: int) -> None:
     for axis in axes:
         kept = part.shape[axis]
         loaded = loaded.narrow(axis, _first(loaded.shape[axis], kept, rank, size), kept)

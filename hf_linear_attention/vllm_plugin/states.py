@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
@@ -110,13 +110,11 @@ class ConvertedLayer:
         metadata: Any = get_forward_context().attn_metadata
         return metadata.get(self.prefix) if isinstance(metadata, dict) else metadata
 
-    def run(
-        self, inputs: MechanismInputs, first: int | torch.Tensor = 0, state: State | None = None
-    ) -> tuple[torch.Tensor, Any]:
+    def run(self, inputs: MechanismInputs, first: int | Tensor = 0, state: State | None = None) -> tuple[Tensor, Any]:
         """The output `[B, N, H, D]` and the new states; `first` is the position of the first token of each row."""
         return self.module[0].linear_attention(self.placed(inputs, first), state)
 
-    def placed(self, inputs: MechanismInputs, first: int | torch.Tensor) -> MechanismInputs:
+    def placed(self, inputs: MechanismInputs, first: int | Tensor) -> MechanismInputs:
         """The inputs with what the mechanism needs of the positions of the tokens; see `run`."""
         mechanism = self.module[0].linear_attention
         if not mechanism.needs_positions:
@@ -126,7 +124,7 @@ class ConvertedLayer:
         positions = (first + torch.arange(length, dtype=torch.int32, device=first.device)).clamp(min=0)
         return mechanism.prepare(inputs._replace(positions=positions.expand(batch, -1)))
 
-    def read(self, inputs: MechanismInputs, group: Sequence[Prompt], output: torch.Tensor) -> Any:
+    def read(self, inputs: MechanismInputs, group: Sequence[Prompt], output: Tensor) -> Any:
         """Read sequences from their beginning in one call; write their outputs, and return their states."""
         if len(group) == 1:
             start, end, *_ = group[0]
@@ -148,15 +146,10 @@ class ConvertedLayer:
 
 
 class StateLayer(ConvertedLayer, nn.Module, MambaBase):
-    """The states of one converted layer of a decoder.
+    """The states of one converted layer of a decoder; its attention is `module`, with queries in `dtype`.
 
     To vLLM a state is one string of bytes, in which every tensor of the state begins at a multiple of `ALIGNMENT`. So
     all mechanisms look alike, and prefix caching copies one string.
-
-    Args:
-        module: the converted attention.
-        dtype: of its queries, keys and values.
-        prefix: the name of this layer in vLLM.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, prefix: str) -> None:
@@ -187,7 +180,7 @@ class StateLayer(ConvertedLayer, nn.Module, MambaBase):
         """The dtype of that string."""
         return (torch.int8,)
 
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Keep views `[blocks, ...]` of the tensors of the states in the blocks of the cache."""
         super().bind_kv_cache(kv_cache)
         parts = self.kv_cache[0].split(self.sizes, dim=1)
@@ -196,7 +189,7 @@ class StateLayer(ConvertedLayer, nn.Module, MambaBase):
             for part, (shape, kind) in zip(parts, self.layout)
         )
 
-    def attend(self, inputs: MechanismInputs, output: torch.Tensor) -> None:
+    def attend(self, inputs: MechanismInputs, output: Tensor) -> None:
         """Write the output `[1, N, H, D]` for the tokens of this step, and continue the states of their requests."""
         metadata = self.metadata
         if metadata is None:
@@ -214,14 +207,14 @@ class StateLayer(ConvertedLayer, nn.Module, MambaBase):
                 state = self.read(inputs, group, output)
             self._store(rows, state)
 
-    def step(self, inputs: MechanismInputs, rows: torch.Tensor) -> torch.Tensor:
+    def step(self, inputs: MechanismInputs, rows: Tensor) -> Tensor:
         """One token of each request whose state is in one of these blocks: the output `[B, 1, H, D]`."""
         return self.module[0].linear_attention.step_in_rows(inputs, self.states, rows)
 
-    def _load(self, rows: torch.Tensor) -> State:
+    def _load(self, rows: Tensor) -> State:
         return tuple(states.index_select(0, rows) for states in self.states)
 
-    def _store(self, rows: torch.Tensor, state: State) -> None:
+    def _store(self, rows: Tensor, state: State) -> None:
         for states, new in zip(self.states, state):
             states.index_copy_(0, rows, new.to(states.dtype))
 
@@ -233,7 +226,7 @@ class EncoderLayer(ConvertedLayer, EncoderOnlyAttention):
         super().__init__(**kwargs)
         self.module, self.prefix = (module,), kwargs["prefix"]
 
-    def attend(self, inputs: MechanismInputs, output: torch.Tensor) -> None:
+    def attend(self, inputs: MechanismInputs, output: Tensor) -> None:
         """Write the output `[1, N, H, D]` for the sequences of this step."""
         metadata = self.metadata
         bounds = [0, output.shape[1]] if metadata is None else metadata.query_start_loc.tolist()
@@ -260,7 +253,7 @@ def batches(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
 def slice_tokens(inputs: MechanismInputs, start: int, end: int, are_steps: bool = False) -> MechanismInputs:
     """The inputs of some tokens of the only row; with `are_steps` each of them becomes a row of its own."""
 
-    def cut(x: torch.Tensor, dim: int) -> torch.Tensor:
+    def cut(x: Tensor, dim: int) -> Tensor:
         part = x.narrow(dim, start, end - start)
         return part.transpose(0, dim) if are_steps else part
 
@@ -269,7 +262,7 @@ def slice_tokens(inputs: MechanismInputs, start: int, end: int, are_steps: bool 
     return inputs._replace(query=query, key=key, value=value, gates=gates)
 
 
-def _pad(x: torch.Tensor, dim: int, group: Sequence[Prompt]) -> torch.Tensor:
+def _pad(x: Tensor, dim: int, group: Sequence[Prompt]) -> Tensor:
     """The tokens of each prompt as a row, with padding on the left; `dim` is the axis of tokens in `x`."""
     tokens = x[0].movedim(dim - 1, 0)
     rows = [tokens[prompt.start : prompt.end] for prompt in group]
@@ -277,13 +270,7 @@ def _pad(x: torch.Tensor, dim: int, group: Sequence[Prompt]) -> torch.Tensor:
 
 
 def attend_in_layer(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    gates: torch.Tensor | None,
-    scaling: float,
-    output: torch.Tensor,
-    layer_name: str,
+    query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None, scaling: float, output: Tensor, layer_name: str
 ) -> None:
     """The operator that graphs of torch.compile call; it finds its layer, and the step's metadata, by name."""
     layer = get_forward_context().no_compile_layers[layer_name]

@@ -8,7 +8,6 @@ from matrix import attend, mechanism_of, padding, qkv, sample_inputs, stock_conf
 from oracles import aft
 
 from hf_linear_attention import LinearAttentionSettings, convert, convert_config
-from hf_linear_attention.mechanisms.base import MechanismInputs
 
 
 VARIANTS = {"simple": {}, "local": {"window_size": 3}, "conv": {"window_size": 3}, "full": {"position_rank": 0}}
@@ -61,5 +60,3 @@ def test_what_is_impossible_is_refused_by_name():
     model = convert(stock_model("bert"), mechanism="aft")
     with pytest.raises(ValueError, match="no matrix of weights per head"):
         model(**sample_inputs("bert"), output_attentions=True)
-    with pytest.raises(NotImplementedError, match="no matrix of weights per head"):
-        build("simple").attention_weights(MechanismInputs(*qkv(5), None, 1.0, is_causal=False))

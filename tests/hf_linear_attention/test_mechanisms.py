@@ -11,7 +11,6 @@ from matrix import (
     MAX_STD,
     MECHANISM_ROWS,
     PATHS,
-    SCALING,
     attend,
     build_mechanism,
     forms,
@@ -30,7 +29,6 @@ from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.mechanisms import aft as mechanism_aft
 from hf_linear_attention.mechanisms import linear as mechanism_linear
 from hf_linear_attention.mechanisms import window as mechanism_window
-from hf_linear_attention.mechanisms.base import MechanismInputs
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
@@ -239,7 +237,8 @@ def test_half_precision_stays_with_float32(row, is_causal):
 def test_weights_are_those_of_the_output(row):
     is_causal = supports(row, "causal")
     mechanism, (query, key, value), mask = build_mechanism(row), qkv(12), padding(12, "right")
-    weights = mechanism.attention_weights(MechanismInputs(query, key, value, mask, SCALING, is_causal))
+    identity = torch.eye(12).expand(*key.shape[:2], -1, -1)
+    weights = attend(mechanism, query, key, identity, mask, is_causal=is_causal)[0].transpose(1, 2)
     output, _ = attend(mechanism, query, key, value, mask, is_causal=is_causal)
     torch.testing.assert_close(weights @ reference.repeat_heads(value, 4), output.transpose(1, 2), rtol=1e-4, atol=1e-5)
 

@@ -10,9 +10,10 @@ from matrix import sample_inputs, stock_model
 from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM
 
 from hf_linear_attention import convert, softmax_attention
+from hf_linear_attention.attention.architectures import attention_modules
 from hf_linear_attention.attention.layer import LinearizedAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-from hf_linear_attention.observed_rotary import rotary_facts
+from hf_linear_attention.observed_rotary import observed_rotary
 
 
 # 3 heads: not a power of two, for which ALiBi's slopes have a formula of their own
@@ -114,15 +115,17 @@ def model_of(name: str):
     return tiny_model(name, "AutoModel", **{"smollm3": {"num_hidden_layers": 5}}.get(name, {}))
 
 
-def test_facts_say_what_depends_on_the_input_and_which_layers_rotate():
-    for kind in SCALED:
+def rotary_entry(model) -> dict:
+    (entry,) = observed_rotary(model, dict(enumerate(attention_modules(model).values())))
+    return entry
+
+
+def test_the_frequencies_are_those_of_the_model_in_the_layers_that_rotate():
+    for kind in SCALED.keys() - {"dynamic", "longrope"}:
         model = model_of(kind)
-        (facts, *others) = rotary_facts(model).values()
-        assert all(other == facts for other in others)
-        assert facts.depends_on_input == (kind in ("dynamic", "longrope"))
-        assert (facts.attention_factor != pytest.approx(1.0)) == (kind in ("yarn", "longrope"))
-        torch.testing.assert_close(torch.tensor(facts.inv_freq), model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
-    assert [fact.pairing for fact in rotary_facts(model_of("smollm3")).values()] == ["half"] * 3 + [None, "half"]
+        found = torch.tensor(rotary_entry(model)["inverse_frequencies"])
+        torch.testing.assert_close(found, model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+    assert rotary_entry(model_of("smollm3"))["layers"] == [0, 1, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -135,8 +138,6 @@ def test_facts_say_what_depends_on_the_input_and_which_layers_rotate():
 )
 def test_other_kinds_are_refused(row, reason):
     model = tiny_model(row, "AutoModel" if row == "dinov3_vit" else "AutoModelForCausalLM")
-    with pytest.raises(ValueError, match=reason):
-        rotary_facts(model)
     with pytest.raises(ValueError, match=rf"`rope` = `none`, but .*{reason}"):
         convert(model, mechanism="linear", rope="none")
 
@@ -152,9 +153,9 @@ def test_input_dependent_frequencies_are_refused():
 def test_unrotated_is_what_the_projections_gave(name, monkeypatch):
     """Layers without rotary positions, half as many columns as channels, another direction, interleaved pairs."""
     stock = model_of(name)
-    facts = next(iter(rotary_facts(stock).values()))
-    assert (facts.rotary_dim, facts.pairing) == FAMILIES[name]
-    assert len(facts.inv_freq) == facts.rotary_dim // 2
+    entry = rotary_entry(stock)
+    factor = stock.rotary_emb.attention_scaling if name == "yarn" else 1.0
+    assert (2 * len(entry["inverse_frequencies"]), entry["pairing"]) == FAMILIES[name]
     settings = {"drop": ["attention_sinks"]} if name == "gpt_oss" else {}
     settings |= {"drop": ["sliding_window"]} if name == "modernbert" else {}
     model = convert(stock, mechanism="linear", feature_map="elu1", rope="none", **settings)
@@ -179,7 +180,7 @@ def test_unrotated_is_what_the_projections_gave(name, monkeypatch):
     for with_rotation, without in seen.values():
         for actual, expected in zip(with_rotation, without):
             # float32 rotates there and back; the factor of YaRN stays
-            expected = facts.attention_factor * expected
+            expected = factor * expected
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
 
 

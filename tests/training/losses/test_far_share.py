@@ -56,7 +56,7 @@ def with_scores(model: Any) -> Any:
 def oracle(seen: ObservedAttention, mask: Tensor, tolerance: float) -> Tensor:
     """The sum over tokens of the divergence, averaged over heads, from both matrices of weights, in float64."""
     total = torch.zeros((), dtype=torch.float64)
-    own = seen.module.linear_attention.attention_weights(seen.inputs)
+    own = seen.module._attend_with_weights(seen.inputs, None)[1]
     matrices = [weights.double() for weights in (seen.softmax_weights, own)]
     for row, real in enumerate(mask.bool()):
         yours, mine = (matrix[row][:, real][:, :, real] for matrix in matrices)
