@@ -14,6 +14,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -215,5 +216,5 @@ def _position_embeddings(module: Any, hidden_size: int) -> Iterator[Any]:
     for shape in ((1, NUM_TOKENS, hidden_size), (1, 2 * NUM_TOKENS - 1, hidden_size), (2, NUM_TOKENS, 1, 1, widths[0])):
         yield torch.ones(shape, dtype=torch.float32, device="cpu")
     yield torch.zeros(NUM_TOKENS, NUM_TOKENS, dtype=torch.long, device="cpu")
-    yield from (defaultdict(lambda pair=pair: pair) for pair in pairs)  # the same for whatever layer type
+    yield from (defaultdict(partial(tuple, pair)) for pair in pairs)  # the same for whatever layer type
     yield None

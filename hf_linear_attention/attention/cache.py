@@ -377,7 +377,8 @@ def _concatenate(entries: Sequence[Tokens], length: int) -> Tokens | None:
         return None if parts[0] is None else torch.cat(parts, dim=dim).narrow(dim, 0, length)
 
     key, value, query = (joined(parts, 2) for parts in (keys, values, queries))
-    return Tokens(key, value, *(joined(parts, 1) for parts in (masks, positions, gates)), query)
+    mask, place, gate = (joined(parts, 1) for parts in (masks, positions, gates))
+    return Tokens(key, value, mask, place, gate, query)
 
 
 def state_layer(cache: Any, layer_idx: int) -> LinearAttentionStateLayer:
