@@ -128,12 +128,8 @@ def entries_of(settings: Any) -> list[Any]:
 def checked_settings(settings: Any, **checks: Any) -> dict[str, Any] | list[dict[str, Any]]:
     """Check settings, or each entry of a list of settings, and return them as plain dicts with defaults filled in.
 
-    Args:
-        checks: the further arguments of `LinearAttentionSettings`.
-
-    Raises:
-        ValueError: as `LinearAttentionSettings` does; and if an entry of a list does not give its layers by number, or
-            shares a layer with another entry.
+    `checks` are the further arguments of `LinearAttentionSettings`. ValueError as there; and if an entry of a list does
+    not give its layers by number, or shares a layer with another entry.
     """
     if not isinstance(settings, (list, tuple)):
         return dict(LinearAttentionSettings(settings, **checks))
@@ -436,15 +432,10 @@ def _is_head_of(model_type: str, stock: str) -> bool:
 
 def auto_map(model_type: str) -> dict[str, str]:
     """The `auto_map` of config.json: the class of the shipped code for each Auto class."""
-    entries = {"AutoConfig": f"configuration_linear_attention.{linear_config_name(model_type)}"}
+    entries = {"AutoConfig": f"configuration_linear_attention.Linear{CONFIG_MAPPING[model_type].__name__}"}
     for auto_class, stock in model_heads(model_type).items():
         entries[auto_class] = f"{MODELING_MODULE}.Linear{stock}"
     return entries
-
-
-def linear_config_name(model_type: str) -> str:
-    """`llama` -> `LinearLlamaConfig`."""
-    return f"Linear{CONFIG_MAPPING[model_type].__name__}"
 
 
 def linear_config_class(model_type: str) -> type:

@@ -84,11 +84,8 @@ def entries_by_layer(settings: Mapping[str, Any], converted: Sequence[int], num_
 
 def _common_settings(settings: Mapping[str, Any], place: _Place) -> dict[str, Any]:
     """The settings that every mechanism has, other than `layers`."""
-    common = {
-        name: value
-        for name, value in settings.items()
-        if name in (*COMMON_SETTINGS, "format_version") and name != "layers"
-    }
+    shared = {*COMMON_SETTINGS, "format_version"} - {"layers"}
+    common = {name: value for name, value in settings.items() if name in shared}
     place.problems += [
         f"`{name}` cannot differ by layer; give one value for all layers, or a list of settings"
         for name, value in {**common, "layers": settings.get("layers")}.items()

@@ -160,9 +160,8 @@ def convert(
         refuse_converted(model.config)
         refuse_own_code(model_class or type(model))
         return _converted(model, model_class or type(model), settings, linear_attention)
-    hub = {
-        k: arguments[k] for k in ("revision", "subfolder", "token", "cache_dir", "local_files_only") if k in arguments
-    }
+    names = ("revision", "subfolder", "token", "cache_dir", "local_files_only")
+    hub = {name: arguments[name] for name in names if name in arguments}
     if arguments.get("trust_remote_code"):
         refuse_own_code(type(AutoConfig.from_pretrained(model, trust_remote_code=True, **hub)))
     stock = AutoConfig.from_pretrained(model, **hub)

@@ -120,13 +120,10 @@ def refuse_features(model: Any, converted: Mapping[int, Any], drop: Collection[s
         return
     found = converted_features(model, converted)
     kept = {feature: texts for feature, texts in found.items() if feature not in drop}
-    problems = [
-        f"{text}, in layers {', '.join(map(str, layers))}" for texts in kept.values() for text, layers in texts.items()
-    ]
+    refused = {text: layers for texts in kept.values() for text, layers in texts.items()}
+    problems = [f"{text}, in layers {', '.join(map(str, layers))}" for text, layers in refused.items()]
     if problems:
-        clean = [
-            layer for layer in converted if not any(layer in layers for t in kept.values() for layers in t.values())
-        ]
+        clean = [layer for layer in converted if not any(layer in layers for layers in refused.values())]
         by_type = all(layer_type(converted[layer]) == "full_attention" for layer in clean)
         others = "full_attention" if clean and by_type else clean
         typed = others if isinstance(others, str) else ",".join(map(str, others))

@@ -43,9 +43,8 @@ def _are_settings(value: Any) -> bool:
     if not entries or not all(isinstance(entry, dict) and entry for entry in entries):
         return False
     rotary = [part for entry in entries for part in _listed(entry.get("rotary") or [])]
-    return all(
-        isinstance(part, dict) and {"layers", "inverse_frequencies", "pairing"} <= part.keys() for part in rotary
-    )
+    needed = {"layers", "inverse_frequencies", "pairing"}
+    return all(isinstance(part, dict) and needed <= part.keys() for part in rotary)
 
 
 def _is_rope(value: Any) -> bool:

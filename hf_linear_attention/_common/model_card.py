@@ -70,7 +70,6 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
     """Write README.md into a folder that already holds config.json.
 
     Args:
-        output_dir: the folder.
         facts: `base_model` (str), and where known `settings` (of linear attention), `conversion` (figures), `training`
         (recipe), `is_in_python` (whether only the report of a conversion in Python is known, and not what followed it),
         `earlier_training` (recipes of the earlier runs, oldest first), `metrics`, `comparison` (a table of
@@ -78,9 +77,6 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         `architecture` in transformers, and `engines`, what loads it). Every figure in the card comes from here, or
         from conversion_report.json if there is no `conversion`.
         name: the title; by default the folder's name.
-
-    Raises:
-        OSError: if config.json is missing or README.md cannot be written.
     """
     folder = Path(output_dir)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

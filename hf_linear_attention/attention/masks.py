@@ -98,15 +98,13 @@ def _refuse_sizes(mask: Tensor, batch_size: int | None, length: int, seen: int |
     is_long = not has_room and isinstance(seen, int) and columns not in (length, seen + length)
     if batch_size in (None, rows) and not is_short and not is_long:
         return
-    before = seen if isinstance(seen, int) else "a static cache of"
+    before, wanted = "a static cache of", "old and new"
+    if isinstance(seen, int):
+        before, wanted = str(seen), f"{seen + length}, or {length} for the new ones alone"
     raise ValueError(
         f"Got an attention mask of {rows} rows and {columns} columns for {rows if batch_size is None else batch_size} "
-        f"rows of {length} new tokens after {before} cached ones. It must have one row per input row and one "
-        + (
-            f"column per token: {seen + length}, or {length} for the new ones alone."
-            if isinstance(seen, int)
-            else "column per token, old and new."
-        )
+        f"rows of {length} new tokens after {before} cached ones. It must have one row per input row and one column "
+        f"per token: {wanted}."
     )
 
 

@@ -330,11 +330,7 @@ def _sparing_mechanisms(rule: Any) -> Any:
 
 
 def loaded_names(names: Iterable[str], model: Any, expected: Mapping[str, Any]) -> dict[str, tuple[str, str | None]]:
-    """`{name in the files: (name in the model, pattern of the converter that rewrites it or None)}`, as loaded.
-
-    Args:
-        expected: the state dict of the model.
-    """
+    """`{name in the files: (name in the model, pattern of the converter that rewrites it or None)}`, as loaded."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

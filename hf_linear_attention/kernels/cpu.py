@@ -213,12 +213,8 @@ def takes(*tensors: Tensor | None, dtypes: Sequence[torch.dtype] = NATIVE_DTYPES
     for tensor in tensors:
         if tensor is None:
             continue
-        # In a graph, `is_cpu` would be a node.
-        if (
-            tensor.device.type != "cpu"
-            or tensor.dtype not in dtypes
-            or (tensor.ndim and tensor.shape[-1] > MOST_COLUMNS)
-        ):
+        is_known = tensor.device.type == "cpu" and tensor.dtype in dtypes  # in a graph, `is_cpu` would be a node
+        if not is_known or (tensor.ndim and tensor.shape[-1] > MOST_COLUMNS):
             return False
     return _is_loaded()
 

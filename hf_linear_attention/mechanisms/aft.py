@@ -144,15 +144,8 @@ class AftAttention(AftOptions, AttentionMechanism):
     ) -> tuple[Tensor, State]:
         """Kernel attention in which every channel is a head with one log feature, k, and the query feature is log 1."""
         key, value = _channels(key), _channels(value)
-        output, new_state = kernel_attention(
-            torch.zeros_like(key),
-            key,
-            value,
-            log_features=True,
-            is_causal=True,
-            key_mask=mask,
-            state=state[0] if state else None,
-        )
+        options: dict[str, Any] = {"is_causal": True, "key_mask": mask, "state": state[0] if state else None}
+        output, new_state = kernel_attention(torch.zeros_like(key), key, value, log_features=True, **options)
         return output.squeeze(3).unflatten(1, (self.shape.num_key_value_heads, -1)).transpose(2, 3), (new_state,)
 
     def _ordered(

@@ -193,10 +193,8 @@ class NormalizedFeatures(nn.Module):
 
     def _features(self, x: Tensor, weight: Tensor, bias: Tensor, scaling: float) -> Tensor:
         dtype = accumulation_dtype(x)
-        x = project_heads(with_dtype(x, dtype) * math.sqrt(scaling), with_dtype(weight, dtype)) + with_dtype(
-            bias, dtype
-        )
-        return unit_length(F.silu(x))
+        x = project_heads(with_dtype(x, dtype) * math.sqrt(scaling), with_dtype(weight, dtype))
+        return unit_length(F.silu(x + with_dtype(bias, dtype)))
 
 
 class DeltaRule(nn.Module):
@@ -237,18 +235,10 @@ class DeltaRule(nn.Module):
         query, key, value, mask, scaling, *_ = inputs
         beta, log_decay = self._split(cast(Tensor, inputs.gates))
         # The scale of the output is one of the queries, because the output is linear in them.
-        features = self.features.queries(query, scaling)
-        return gated_delta(
-            features * with_dtype(self.output_scale, features.dtype),
-            self.features.keys(key, scaling),
-            value,
-            log_decay,
-            beta,
-            erases=self.erases,
-            key_mask=mask,
-            state=state,
-            rows=inputs.rows,
-        )
+        query, key = self.features.queries(query, scaling), self.features.keys(key, scaling)
+        query = query * with_dtype(self.output_scale, query.dtype)
+        options: dict[str, Any] = {"erases": self.erases, "key_mask": mask, "state": state, "rows": inputs.rows}
+        return gated_delta(query, key, value, log_decay, beta, **options)
 
     def _split(self, gates: Tensor) -> tuple[Tensor, Tensor]:
         """beta `[B, Hkv, N]`, and the log-decay `[B, Hkv, N]` or `[B, Hkv, N, F]`."""

@@ -152,33 +152,22 @@ class LinearAttention(LinearOptions, AttentionMechanism):
         return self._kernel(inputs, state, exponents)
 
     def _with_map(self, kernel_map: KernelMap, inputs: MechanismInputs, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        output, _, _, new_state = map_attention(
-            kernel_map,
-            inputs.query,
-            inputs.key,
-            inputs.value,
-            is_causal=inputs.is_causal,
-            key_mask=inputs.attention_mask,
-            state=state,
-            log_decay=self.decay() if self.decay is not None else None,
-        )
+        output, _, _, new_state = map_attention(kernel_map, *inputs[:3], **self._options(inputs, state))
         return output, new_state
 
+    def _options(self, inputs: MechanismInputs, state: Tensor | None) -> dict[str, Any]:
+        decay = self.decay() if self.decay is not None else None
+        return {"is_causal": inputs.is_causal, "key_mask": inputs.attention_mask, "state": state, "log_decay": decay}
+
     def _kernel(self, inputs: MechanismInputs, state: Tensor | None, exponents: Any = None) -> tuple[Tensor, Tensor]:
-        query, key, value, mask, scaling, is_causal, *_ = inputs
+        query, key, value, mask, scaling, *_ = inputs
         features = self.feature_map.forward_visible_keys(key, scaling, mask)
         if exponents is not None:
             features = features + exponents.unsqueeze(-1).to(features.dtype)
+        queries, log_features = self.feature_map.forward_queries(query, scaling), self.feature_map.log_features
+        options = self._options(inputs, state)
         output, state = kernel_attention(
-            self.feature_map.forward_queries(query, scaling),
-            features,
-            value,
-            log_features=self.feature_map.log_features,
-            is_causal=is_causal,
-            key_mask=mask,
-            state=state,
-            log_decay=self.decay() if self.decay is not None else None,
-            rows=inputs.rows,
+            queries, features, value, log_features=log_features, rows=inputs.rows, **options
         )
         return output.transpose(1, 2), state
 

@@ -34,9 +34,8 @@ class LinformerLinearAttention(LinformerLinearOptions, LinformerAttention):
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__(settings, shape)
-        self.feature_map = LinearAttention.feature_map_class(settings)(
-            shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"]
-        )
+        sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim)
+        self.feature_map = LinearAttention.feature_map_class(settings)(*sizes, settings["num_features"])
 
     @staticmethod
     def _applied(projection: Tensor) -> Tensor:

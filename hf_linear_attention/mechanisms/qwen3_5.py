@@ -99,14 +99,8 @@ class Qwen35Rule(nn.Module):
         z, b, a = cast(Tensor, inputs.gates).split((self.shape.head_dim, 1, 1), dim=-1)
         rate = a.squeeze(-1) + with_dtype(self.dt_bias, a.dtype)[:, None]
         decay = with_dtype(self.A_log, a.dtype).exp()[:, None] * F.softplus(rate)
-        output, state = gated_delta(
-            unit_length(query) * self.shape.head_dim**-0.5,
-            unit_length(key),
-            value,
-            -decay,
-            b.squeeze(-1).sigmoid(),
-            key_mask=inputs.attention_mask,
-            state=state,
-        )
+        query, key = unit_length(query) * self.shape.head_dim**-0.5, unit_length(key)
+        beta, mask = b.squeeze(-1).sigmoid(), inputs.attention_mask
+        output, state = gated_delta(query, key, value, -decay, beta, key_mask=mask, state=state)
         scale = (output.square().mean(dim=-1, keepdim=True) + self.epsilon).rsqrt()
         return output * scale * with_dtype(self.norm, output.dtype) * F.silu(z), state

@@ -137,16 +137,11 @@ class LearnedDecay(nn.Module):
         return -F.softplus(self.rate.float() if self.rate.dtype != torch.float64 else self.rate)
 
 
-def initial_slopes(settings: Mapping[str, Any], shape: LayerShape) -> tuple[float, ...]:
-    """The slopes from which a decay is learned: those of ALiBi, or else a half-life of the trained length."""
-    half_life = settings.get("trained_length") or INITIAL_HALF_LIFE
-    return shape.alibi_slopes or (math.log(2) / half_life,) * shape.num_key_value_heads
-
-
 def decay_of(settings: Mapping[str, Any], shape: LayerShape) -> LearnedDecay | AlibiDecay | None:
     """The decay per head that the setting `decay` asks for, or else the model's own (ALiBi), or None."""
-    if settings.get("decay") == "learned":
-        return LearnedDecay(initial_slopes(settings, shape))
+    if settings.get("decay") == "learned":  # from the slopes of ALiBi, or else a half-life of the trained length
+        half_life = settings.get("trained_length") or INITIAL_HALF_LIFE
+        return LearnedDecay(shape.alibi_slopes or (math.log(2) / half_life,) * shape.num_key_value_heads)
     return None if settings.get("decay") == "gated" else alibi_of(shape)
 
 

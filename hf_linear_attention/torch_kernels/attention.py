@@ -105,9 +105,8 @@ def in_torch(
     is_packed = key_mask is not None and key_mask.dtype != torch.bool
     if plain or is_packed or not is_causal or 0 in key.shape[:3]:
         return plain_attention(query, key, value, is_causal=is_causal, log_decay=log_decay, **options)
-    return causal_attention(
-        query, key, value, log_decay=log_decay, gpu_kernel=implemented("gpu_kernel", value, query.shape[2]), **options
-    )
+    options |= {"log_decay": log_decay, "gpu_kernel": implemented("gpu_kernel", value, query.shape[2])}
+    return causal_attention(query, key, value, **options)
 
 
 def _needs_loop(length: int) -> bool:
@@ -182,10 +181,8 @@ def state_after(
         part = slice(start, start + size)
         mask = None if key_mask is None else key_mask[:, part]
         features = features_of(key[:, :, part], mask)
-        options: dict[str, Any] = {"is_causal": False, "key_mask": mask, "state": state}
-        _, state = kernel_attention(
-            features[:, :, :1], features, value[:, :, part], log_features=log_features, **options
-        )
+        options: dict[str, Any] = {"log_features": log_features, "is_causal": False, "key_mask": mask, "state": state}
+        _, state = kernel_attention(features[:, :, :1], features, value[:, :, part], **options)
     return state
 
 

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import accumulation_dtype, is_free, with_dtype
+from .blocks import accumulation_dtype, is_free, with_dtype, with_padding_counted
 from .implementations import implemented
 
 
@@ -116,11 +116,8 @@ def masked(
 def _begins(mask: Tensor) -> Tensor:
     """Where the sequence number `[B, N]` differs from that of the last real token, whatever padding is between."""
     mask = mask.abs()
-    is_real = mask > 0
-    rank = is_real.cumsum(dim=1)  # ONNX lacks `cummax`
-    numbers = torch.zeros_like(F.pad(mask, (1, 0))).scatter(1, rank * is_real, mask)
-    before = numbers.gather(1, (rank - 1).clamp(min=0))
-    return is_real & (rank > 1) & (mask != before)
+    before = F.pad(with_padding_counted(mask)[:, :-1], (1, 0))
+    return (mask > 0) & (before > 0) & (mask != before)
 
 
 def plain_delta(

@@ -284,8 +284,8 @@ def log_size(denominator: Tensor, log_scale: Tensor) -> Tensor:
 def slot_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
     """softmax(scaling q k^T) v, `[B, H, N, W]`; 0 for a row that sees no key. Hidden keys may hold any value.
 
-    `query` is `[B, H, N, D]`, `key` and `value` are `[B, Hkv, S, D]` and `[B, Hkv, S, W]`, and `visible` is bool `[B or
-    1, Hkv or 1, S]` or None for all keys; ValueError for others.
+    `query` is `[B, H, N, D]`, `key` and `value` are `[B, Hkv, S, D]` and `[B, Hkv, S, W]`, and `visible` is bool
+    `[B or 1, Hkv or 1, S]` or None for all keys; ValueError for others.
     """
     if (found := implemented("slot_attention", query, key, value, visible, scaling)) is not None:
         return found
