@@ -36,8 +36,7 @@ IMPLEMENTATION = "linear_attention"
 def linear_attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function registered as `linear_attention`; it calls `module.attend`, or ValueError if there is
-    none.
+    """The attention function registered as `linear_attention`; it calls `module.attend` (else ValueError).
 
     It serves all copies of this code in the process (the package, checkpoints), because the module does the work.
     """

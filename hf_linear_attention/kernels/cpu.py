@@ -320,11 +320,11 @@ def run_attention(
 
     All `calls`, and the heads of each, run at once in several threads. `function` holds the number of features, the
     feature map and whether attention is causal (for a window: its keys per query, sinks, True; for the delta rule: the
-    numbers of a log decay, whether it erases, True). The first tensors of a call are `query [B, Hkv, G, N, D]`, `key
-    [B, Hkv, 1, S, D]` and `value [B, Hkv, 1, S, W]`; the others follow in the order of csrc/linear_attention.h, with
-    None for a missing tensor. `turned` describes the columns that rotary tables turn: the number of pairs, the first
-    column, the step from pair to pair, and the distance within a pair. MemoryError if there is none for the working
-    space.
+    numbers of a log decay, whether it erases, True). The first tensors of a call are `query [B, Hkv, G, N, D]`,
+    `key [B, Hkv, 1, S, D]` and `value [B, Hkv, 1, S, W]`; the others follow in the order of csrc/linear_attention.h,
+    with None for a missing tensor. `turned` describes the columns that rotary tables turn: the number of pairs, the
+    first column, the step from pair to pair, and the distance within a pair. MemoryError if there is none for the
+    working space.
     """
     tasks: list[Callable[[], None]] = []
     for tensors in calls:

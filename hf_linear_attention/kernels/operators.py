@@ -398,8 +398,7 @@ def attention_step(
     log_features: bool,
     rows: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
-    """The operator `attention_step` or `attention_step_` where C takes these tensors; None leaves checked ones to
-    torch.
+    """The operator `attention_step` or `attention_step_` where C takes these; None leaves them to torch.
 
     `rows` is None, or int64 `[B]`: the blocks of `state` that are read and written; IndexError if one is no block.
     """

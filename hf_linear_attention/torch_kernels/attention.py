@@ -57,8 +57,8 @@ def map_attention(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Kernel attention for a feature map that the kernels implement; the C kernels never store the features.
 
-    The arguments are those of `kernel_attention` (and so are the errors), except that `query [B, H, N, D]` and `key [B,
-    Hkv, S, D]` are given before the feature map.
+    The arguments are those of `kernel_attention` (and so are the errors), except that `query [B, H, N, D]` and
+    `key [B, Hkv, S, D]` are given before the feature map.
 
     Returns:
         The output `[B, N, H, W]` in the dtype of `query`; then, in the accumulation dtype, its denominator
