@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import yaml
 
 from hf_linear_attention._common.errors import RunError, TerminatedError, UsageError, one_line
-from hf_linear_attention._common.options import NOTHING, Kind, kinds_of, typed_options, unknown_option, unusable_texts
+from hf_linear_attention._common.options import NOTHING, kinds_of, typed_options, unknown_option, unusable_texts
 from hf_linear_attention._common.reading import require_permission
 from hf_linear_attention._common.safe_yaml import load_yaml
 
@@ -120,13 +120,8 @@ def given_options(
     """
     values, kinds = vars(parser.parse_args(list(argv))), kinds_of(*groups)
     path = _config_path(values.pop("config", None), named)
-    from_file = {} if path is None else file_options(path, kinds, parser.removed)
+    from_file = {} if path is None else typed_options(_read_yaml(path), kinds, f" in {path}", parser.removed)
     return from_file | typed_options(values, kinds, removed=parser.removed)
-
-
-def file_options(path: str, kinds: Mapping[str, Kind], removed: Mapping[str, str] = NOTHING) -> dict[str, Any]:
-    """The options in a YAML file, as `typed_options` gives them; UsageError if it is no YAML of options."""
-    return typed_options(_read_yaml(path), kinds, f" in {path}", removed)
 
 
 def _config_path(path: str | None, named: Path | None) -> str | None:

@@ -5,13 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 
-def special_tokens(config: Any, *names: str) -> list[int]:
-    """The tokens of the fields `names` of a config, such as `eos_token_id`, without those that are not set."""
+def special_token(config: Any, *names: str) -> int:
+    """The first token of the fields `names` of a config, such as `eos_token_id`, or token 0 if none is set."""
     values = [getattr(config, name, None) for name in names]
     listed = [token for value in values for token in (value if isinstance(value, (list, tuple)) else [value])]
-    return [token for token in listed if token is not None and token >= 0]
-
-
-def special_token(config: Any, *names: str) -> int:
-    """The first of these tokens, or token 0 if none is set."""
-    return next(iter(special_tokens(config, *names)), 0)
+    return next((token for token in listed if token is not None and token >= 0), 0)

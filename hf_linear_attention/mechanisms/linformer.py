@@ -90,12 +90,7 @@ class LinformerAttention(LinformerOptions, AttentionMechanism):
     def _projections(self) -> tuple[Tensor, Tensor]:
         owner = self.__dict__.get("_first", self)
         key, value = owner.key_projection, owner.value_projection
-        return self._applied(key), self._applied(key if value is None else value)
-
-    @staticmethod
-    def _applied(projection: Tensor) -> Tensor:
-        """E or F as applied, computed from the stored parameter."""
-        return projection
+        return key, key if value is None else value
 
     def reset_parameters(self) -> None:
         """Start the projections as their kind defines."""

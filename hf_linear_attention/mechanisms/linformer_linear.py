@@ -37,10 +37,6 @@ class LinformerLinearAttention(LinformerLinearOptions, LinformerAttention):
         sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim)
         self.feature_map = LinearAttention.feature_map_class(settings)(*sizes, settings["num_features"])
 
-    @staticmethod
-    def _applied(projection: Tensor) -> Tensor:
-        return non_negative(projection)
-
     def reset_parameters(self) -> None:
         """Start E and F as segment means and initialise the feature map."""
         super().reset_parameters()
@@ -57,7 +53,7 @@ class LinformerLinearAttention(LinformerLinearOptions, LinformerAttention):
             queries, keys = exponentiate_together(queries, keys, mask)
         keys = without_padding(keys, mask)
         values = without_padding(with_ones(value, accumulation_dtype(value)), mask)
-        key_projection, value_projection = self._projections
+        key_projection, value_projection = (non_negative(x) for x in self._projections)
         slots, _ = compress(keys, key_projection, mask)  # [B, Hkv, k, F]
         sums = slots.transpose(-1, -2) @ project(values, value_projection, mask)[0]  # [B, Hkv, F, D + 1]
         rows = queries.unflatten(1, (keys.shape[1], -1))  # [B, Hkv, G, N, F]

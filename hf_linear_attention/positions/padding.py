@@ -27,14 +27,11 @@ def number_padded_rows(model: nn.Module) -> None:
     """Have the modules of a converted model that make rotary positions count from the first real token of each row."""
     tables = {name.rpartition(".")[0] for name in position_tables(model)}
     for name, module in model.named_modules():
-        if name not in tables and any(map(_is_rotary, module.children())):
+        of_children = (set(inspect.signature(child.forward).parameters) for child in module.children())
+        if name not in tables and any(arguments >= ROTARY_ARGUMENTS for arguments in of_children):
             names = list(inspect.signature(module.forward).parameters)
             if "attention_mask" in names and set(names) & set(INPUTS):
                 module.register_forward_pre_hook(PaddedPositions(names), with_kwargs=True)
-
-
-def _is_rotary(module: nn.Module) -> bool:
-    return set(inspect.signature(module.forward).parameters) >= ROTARY_ARGUMENTS
 
 
 class PaddedPositions:
