@@ -116,14 +116,16 @@ def model_of(name: str):
 
 
 def rotary_entry(model) -> dict:
-    (entry,) = observed_rotary(model, dict(enumerate(attention_modules(model).values())))
-    return entry
+    """The entry of the first layer that rotates."""
+    return observed_rotary(model, dict(enumerate(attention_modules(model).values())))[0]
 
 
 def test_the_frequencies_are_those_of_the_model_in_the_layers_that_rotate():
     for kind in SCALED.keys() - {"dynamic", "longrope"}:
         model = model_of(kind)
-        found = torch.tensor(rotary_entry(model)["inverse_frequencies"])
+        entry = rotary_entry(model)
+        assert len(entry["layers"]) == model.config.num_hidden_layers
+        found = torch.tensor(entry["inverse_frequencies"])
         torch.testing.assert_close(found, model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
     assert rotary_entry(model_of("smollm3"))["layers"] == [0, 1, 2, 4]
 
@@ -154,7 +156,7 @@ def test_unrotated_is_what_the_projections_gave(name, monkeypatch):
     """Layers without rotary positions, half as many columns as channels, another direction, interleaved pairs."""
     stock = model_of(name)
     entry = rotary_entry(stock)
-    factor = stock.rotary_emb.attention_scaling if name == "yarn" else 1.0
+    factor = getattr(stock.rotary_emb, "attention_scaling", 1.0)
     assert (2 * len(entry["inverse_frequencies"]), entry["pairing"]) == FAMILIES[name]
     settings = {"drop": ["attention_sinks"]} if name == "gpt_oss" else {}
     settings |= {"drop": ["sliding_window"]} if name == "modernbert" else {}
