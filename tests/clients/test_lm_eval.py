@@ -56,19 +56,14 @@ def ours(folder) -> float:
         for index, text in enumerate(TEXTS):
             ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(text)["input_ids"]]])
             assert ids.shape[1] <= 64
-            yield {
-                "index": torch.tensor([index]),
-                "input_ids": ids,
-                "attention_mask": torch.ones_like(ids),
-                "labels": ids,
-            }
+            mask = torch.ones_like(ids)
+            yield {"index": torch.tensor([index]), "input_ids": ids, "attention_mask": mask, "labels": ids}
 
     figures = Evaluator(Accelerator(cpu=True), "causal_lm", None)(model, batches())
     nats = figures["eval_nats_per_token"] * figures["eval_tokens"]
     return nats / sum(len(text.encode()) for text in TEXTS) / math.log(2)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_harness_finds_our_number(name, folders, tmp_path):
+def test_the_harness_finds_our_number(folders, tmp_path):
     # float32 logits of padded batches against those of single texts
-    assert harness(folders[name], tmp_path) == pytest.approx(ours(folders[name]), rel=1e-5)
+    assert harness(folders["llama"], tmp_path) == pytest.approx(ours(folders["llama"]), rel=1e-5)

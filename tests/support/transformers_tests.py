@@ -3,8 +3,8 @@
 The source distribution of the installed version is downloaded with pip once and its `tests/*.py` kept in
 `~/.cache/hf_linear_attention` (or `$HF_LINEAR_ATTENTION_CACHE`). It carries `tests/test_*.py` alone: no folder below
 `tests/`, so neither `GenerationTesterMixin` nor `ExportTesterMixin`, nor the test class of any model. Empty classes
-stand in for the first two (our tests of generation are in `tests/hf_linear_attention`), `model_testers.py` for the
-last.
+stand in for the first two (our tests of generation are in `tests/hf_linear_attention`), and that of
+`test_transformers_suite.py` for the last.
 """
 
 from __future__ import annotations
