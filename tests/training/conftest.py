@@ -41,27 +41,27 @@ Finetune = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(autouse=True)
-def fresh_accelerate() -> None:
+def fresh_accelerate():
     """accelerate keeps one state a process; every test starts its own."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def dataset_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dataset_cache(tmp_path_factory):
     cache = tmp_path_factory.mktemp("datasets")
     datasets.config.HF_DATASETS_CACHE = cache
     return cache
 
 
 @pytest.fixture(scope="session")
-def texts() -> list[str]:
+def texts():
     """Paragraphs of very different lengths."""
     return [part for topic in sorted(topics) for part in topics[topic].split("\n\n") if len(part) > 20][:400]
 
 
 @pytest.fixture(scope="session")
-def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def tokenizer(texts):
     core = Tokenizer(models.BPE(unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -93,7 +93,7 @@ def bert_config(**options: Any) -> BertConfig:
 
 
 @pytest.fixture(scope="session")
-def save(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Callable[..., str]:
+def save(tmp_path_factory, tokenizer):
     """Save a model class with random weights and the tokenizer; returns the folder."""
 
     def saved(model_class: type[PreTrainedModel], config: Any, seed: int = 0) -> str:
@@ -110,7 +110,7 @@ def saved_model(model_class: type[PreTrainedModel], config: Any, seed: int = 0) 
     """A fixture: the folder of this model."""
 
     @pytest.fixture(scope="session")
-    def folder(save: Callable[..., str]) -> str:
+    def folder(save):
         return save(model_class, config, seed)
 
     return folder
@@ -125,7 +125,7 @@ masked_teacher = saved_model(BertForMaskedLM, bert_config(initializer_range=0.2)
 
 
 @pytest.fixture(scope="session")
-def named_classifier(save: Callable[..., str]) -> str:
+def named_classifier(save):
     """Its classes are those of `files`; with dropout, so that resuming it exactly needs the random state."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     names = {"id2label": {0: "short", 1: "long"}, "label2id": {"short": 0, "long": 1}}
@@ -133,7 +133,7 @@ def named_classifier(save: Callable[..., str]) -> str:
 
 
 @pytest.fixture(scope="session")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def converted(tmp_path_factory):
     """A function: convert the model of a folder, and copy what stands beside it. The folder is not to be changed."""
     made: dict[str, Path] = {}
 
@@ -151,7 +151,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def files(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
+def files(tmp_path_factory, texts):
     """A folder: train and valid as .txt (paragraphs), .jsonl and labelled .tsv."""
     folder = tmp_path_factory.mktemp("files")
     for name, part in (("train", texts[:60]), ("valid", texts[60:81])):
@@ -164,14 +164,14 @@ def files(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def any_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def any_task(tmp_path_factory):
     """A file with the columns of every task, for tests that only look at options."""
     row = dict.fromkeys(("text", "label", "image", "source", "target"), "Here")
     return write_lines(tmp_path_factory.mktemp("any_task") / "train.jsonl", [row])
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pictures(tmp_path_factory):
     """A folder: <split>/<class>/<number>.png, dark and bright, and <split>.jsonl with their paths."""
     folder, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
     for split, count in (("train", 12), ("valid", 7)):
@@ -187,7 +187,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def vision_teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+def vision_teacher(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vit")
     names = {"id2label": {0: "bright", 1: "dark"}, "label2id": {"bright": 0, "dark": 1}}
     save_twin(folder, "vit", "AutoModelForImageClassification", **names)
@@ -195,9 +195,7 @@ def vision_teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def twin(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], tokenizer: PreTrainedTokenizerFast
-) -> Callable[[str], Path]:
+def twin(tmp_path_factory, texts, tokenizer):
     """The folder of an original and its data for a task, as `task_twins.py` describes it."""
     made: dict[str, Path] = {}
 
@@ -211,7 +209,7 @@ def twin(
 
 
 @pytest.fixture
-def finetune(tmp_path: Path) -> Finetune:
+def finetune(tmp_path):
     """Run the command line in this process; returns the events of metrics.jsonl."""
 
     def run(*options: Any, output_dir: Path | None = None, expect: int = 0) -> list[dict[str, Any]]:
@@ -225,6 +223,6 @@ def finetune(tmp_path: Path) -> Finetune:
 
 
 @pytest.fixture(scope="session")
-def environment(dataset_cache: Path) -> dict[str, str]:
+def environment(dataset_cache):
     """For subprocesses: offline, one thread, the tests' data cache."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(dataset_cache)}

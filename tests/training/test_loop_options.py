@@ -1,25 +1,29 @@
-"""Options of the loop: recomputed activations, trackers, the plot."""
+"""Options of the loop: recomputed activations, trackers and the plot, adapters."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 import types
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from accelerate.utils import LoggerType
 from runs import changed
+from transformers import AutoModelForCausalLM
+
+from hf_linear_attention.training.models import add_adapters, merged_state_dict
+from hf_linear_attention.training.recipe import ModelArguments
 
 
 @pytest.fixture
-def student(converted: Any, llama_teacher: str) -> Path:
+def student(converted, llama_teacher):
     return converted(llama_teacher, mechanism="hybrid", window_size=4, num_features=8)
 
 
 @pytest.fixture
-def causal(student: Path, files: Path) -> list[Any]:
+def causal(student, files):
     data = ["--train_file", files / "train.jsonl", "--max_length", 32, "--max_train_steps", 4, "--logging_steps", 1]
     return ["--model_name_or_path", student, "--task", "causal_lm", *data, "--learning_rate", "1e-2"]
 
@@ -29,9 +33,7 @@ TRANSFER = ["--attention_transfer_weight", 1, "--trainable", "mechanism"]
 
 
 @pytest.mark.parametrize("objectives", [DISTILLATION, TRANSFER], ids=["distillation", "transfer"])
-def test_recomputed_activations_change_nothing(
-    objectives: list[Any], finetune, causal: list[Any], llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_activations_change_nothing(objectives, finetune, causal, llama, tmp_path, monkeypatch):
     """Bit by bit, because recomputation does the same operations. Attention transfer sees every layer once, and keeps
     nothing that could be recomputed."""
     teacher = ["--teacher_name_or_path", llama] if objectives is DISTILLATION else []
@@ -48,8 +50,8 @@ def test_recomputed_activations_change_nothing(
     assert not changed(tmp_path / "plain", tmp_path / "lean")
 
 
-def test_trackio(finetune, causal: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate's own tracker, on a module with the four things of trackio that it calls."""
+def test_the_losses_go_to_trackio_and_are_drawn(finetune, causal, tmp_path, monkeypatch):
+    """By accelerate's own tracker, on a module with the four things of trackio that it calls."""
     runs, logged, settings, finished = [], [], {}, []
     module = types.ModuleType("trackio")
     module.config = types.SimpleNamespace(update=lambda values, allow_val_change: settings.update(values))
@@ -62,10 +64,47 @@ def test_trackio(finetune, causal: list[Any], tmp_path: Path, monkeypatch: pytes
     events = finetune(*causal, "--report_to", "trackio")
     assert logged == events
     assert (runs, finished, settings["max_length"]) == (["out"], [True], 32)
-
-
-def test_the_losses_are_drawn(finetune, causal: list[Any], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    finetune(*causal)
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "![Loss by tokens](loss.png)" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def test_merging_adapters_keeps_the_function_and_leaves_the_model_alone(student):
+    pytest.importorskip("peft")
+    inputs = {"input_ids": torch.arange(5, 25)[None]}
+    model, merged = (AutoModelForCausalLM.from_pretrained(student).eval() for _ in range(2))
+    add_adapters(model, ModelArguments("m", "causal_lm", lora_target_modules="attention"))
+    before = model(**inputs).logits
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # starts as 0
+            parameter.data.normal_(std=0.05)
+    expected = model(**inputs).logits
+    assert (expected - before).abs().max() > 1e-3
+    merged.load_state_dict(merged_state_dict(model))
+    torch.testing.assert_close(merged(**inputs).logits, expected, rtol=1e-4, atol=1e-4)  # W x + B A x in another order
+    assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_a_resumed_run_is_the_same_bit_by_bit_and_saves_the_best_adapters(
+    finetune, causal, student, files, tmp_path, monkeypatch
+):
+    """The figures are replaced, the weights are the runs' own: step 2 of 4 is best, and its checkpoint is merged."""
+    pytest.importorskip("peft")
+    figures = iter([9.0, 1.0, 2.0, 2.0])  # before training, which does not count, and of steps 2, 4 and again 4
+    compute = lambda *_, **__: {"nats_per_token": next(figures)}  # noqa: E731 (one line of bookkeeping)
+    monkeypatch.setattr("hf_linear_attention.training.evaluation.scores.TokenLoss._compute", compute)
+    options = [*causal, "--use_peft", "--trainable", "adapter", "--lora_target_modules", "attention"]
+    options += ["--validation_file", files / "valid.txt", "--max_eval_tokens", 60]
+    options += ["--checkpointing_steps", 2, "--eval_steps", 2, "--load_best_model_at_end"]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    finetune(*options, output_dir=whole)
+    shutil.copytree(whole / "checkpoint-2", parted / "checkpoint-2")
+    finetune(*options, "--resume_from_checkpoint", "latest", output_dir=parted)
+    assert not changed(whole / "checkpoint-4", parted / "checkpoint-4")
+    projections = {f"model.layers.{n}.self_attn.{p}_proj.weight" for n in (0, 1) for p in "qkvo"}
+    assert changed(student, whole) == projections
+    for out in (whole, parted):
+        assert not changed(out / "checkpoint-2", out)
+        assert changed(out / "checkpoint-4", out)
+        report = json.loads((out / "training_report.json").read_text(encoding="utf-8"))
+        assert report["runs"][-1]["metrics"]["eval_nats_per_token"] == 1.0

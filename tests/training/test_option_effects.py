@@ -11,9 +11,7 @@ import importlib.util
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -42,7 +40,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
+def folder(tmp_path_factory, texts):
     """Tables with the columns text, label and other; the last is a second text and other classes."""
     folder = tmp_path_factory.mktemp("tables")
     names = ("short", "long")
@@ -59,12 +57,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def student(converted: Callable[..., Path], llama: str) -> Path:
+def student(converted, llama):
     return converted(llama, mechanism="hybrid", window_size=4, num_features=8)
 
 
 @pytest.fixture(scope="module")
-def with_code(llama: str, folder: Path) -> Path:
+def with_code(llama, folder):
     """A model that loads with its own code alone."""
     path = folder / "with_code"
     shutil.copytree(llama, path)
@@ -78,9 +76,9 @@ def with_code(llama: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def cases(
-    folder: Path, student: Path, with_code: Path, llama_teacher: str, masked: str, bert: str, bert_teacher: str,
-    named_classifier: str, vision_teacher: str, pictures: Path, twin: Callable[[str], Path],
-) -> dict[str, dict[str, Options]]:  # fmt: skip
+    folder, student, with_code, llama_teacher, masked, bert, bert_teacher,
+    named_classifier, vision_teacher, pictures, twin,
+):  # fmt: skip
     """`base`: of every run. `task`: what a task changes. `second`: values that no metadata tell. `beside`: where an
     option has an effect."""
     images = {"train_file": pictures / "train.jsonl"}
@@ -188,7 +186,7 @@ def value_of(name: str, options: Options, cases: dict[str, dict[str, Options]]) 
 
 
 @pytest.fixture(scope="module")
-def observe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Options], dict[str, Any]]]:
+def observe(tmp_path_factory):
     """A function: run these options in an empty folder; returns all that can be seen of the run but their names."""
     calls: Counter[tuple[Any, ...]] = Counter()
     seen: dict[str, dict[str, Any]] = {}
@@ -239,13 +237,17 @@ def words(options: Options) -> list[str]:
     return [f"--{name}={value}" for name, value in options.items() if value is not None]
 
 
-# `tests/faults/test_places.py` trains with it.
-ELSEWHERE = {"allow_missing"}
+# `tests/faults/test_places.py` trains with `allow_missing`; the last are those of evaluation alone.
+CASES = [(name, True) for name in FIELDS if name != "allow_missing"]
+CASES += [(name, False) for name in ("max_length", "max_eval_tokens", "seed")]
 
 
-@pytest.mark.parametrize("name", [name for name in FIELDS if name not in ELSEWHERE])
-def test_an_option_does_something(name: str, cases, observe, capsys) -> None:
+@pytest.mark.parametrize(("name", "is_trained"), CASES)
+def test_an_option_does_something(name, is_trained, cases, observe, capsys):
     base = base_of(name, cases)
+    if not is_trained:  # the seed is that of the masks
+        masked = {**base, "task": "masked_lm", **cases["task"]["masked_lm"]}
+        base = {key: value for key, value in masked.items() if FACTS[key].for_evaluation}
     value = value_of(name, base, cases)
     before, after = observe(base), observe({**base, name: value})
     error = capsys.readouterr().err

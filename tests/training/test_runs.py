@@ -16,14 +16,16 @@ from runs import losses
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModel,
-    AutoModelForSequenceClassification,
+    AutoModelForCausalLM,
     AutoTokenizer,
     BertForSequenceClassification,
     GPT2LMHeadModel,
     LlamaForCausalLM,
 )
 
+from hf_linear_attention import convert
 from hf_linear_attention._common.folders import write_checksums
 from hf_linear_attention.training.models import disable_dropout, parameter_groups
 
@@ -33,13 +35,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def causal(llama: str, files: Path) -> list[str]:
+def causal(llama, files):
     data = ["--train_file", f"{files}/train.jsonl", "--validation_file", f"{files}/valid.txt"]
     return ["--model_name_or_path", llama, "--task", "causal_lm", *data, "--max_length", "32"]
 
 
 @pytest.mark.parametrize("family", [BertForSequenceClassification, GPT2LMHeadModel])
-def test_without_dropout_a_model_in_training_mode_says_what_it_says_in_evaluation(family) -> None:
+def test_without_dropout_a_model_in_training_mode_says_what_it_says_in_evaluation(family):
     model = family(family.config_class(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=50))
     inputs = {"input_ids": torch.arange(1, 20)[None]}
     expected = model.eval()(**inputs).logits
@@ -50,28 +52,7 @@ def test_without_dropout_a_model_in_training_mode_says_what_it_says_in_evaluatio
     assert (getattr(model.config, "hidden_dropout_prob", None) or model.config.resid_pdrop) == 0.1
 
 
-def test_accumulated_ragged_batches_equal_one_batch(
-    finetune, masked: str, masked_teacher: str, files: Path, tmp_path: Path
-) -> None:
-    """All four objectives, each with units of its own. AdamW turns rounding in tiny gradients into up to lr, so the
-    tolerance is a fraction of lr = 1e-3; losses averaged batch by batch would differ in the second digit."""
-    models = ["--model_name_or_path", masked, "--teacher_name_or_path", masked_teacher, "--task", "masked_lm"]
-    ones = [o for n in ("task_loss", "logits_kl", "hidden_state", "embedding") for o in (f"--{n}_weight", 1)]
-    rest = ["--train_file", files / "train.txt", "--max_train_steps", 3, "--learning_rate", "1e-3"]
-    events = []
-    for batch_size, accumulation in [(4, 1), (1, 4)]:
-        split = ["--per_device_train_batch_size", batch_size, "--gradient_accumulation_steps", accumulation]
-        options = [*models, *ones, *rest, *split, "--logging_steps", 1]
-        events.append(losses(finetune(*options, output_dir=tmp_path / f"{batch_size}")))
-    for mine, yours in zip(*events, strict=True):
-        assert mine == pytest.approx(yours, rel=2e-5)
-    one, four = weights(tmp_path / "4"), weights(tmp_path / "1")
-    assert max((four[name] - value).abs().max().item() for name, value in one.items()) < 2e-5
-
-
-def test_another_learning_rate_and_length_hold_from_the_checkpoint_on(
-    finetune, causal: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_learning_rate_and_length_hold_from_the_checkpoint_on(finetune, causal, caplog):
     """The schedule of the new options, at the step of the checkpoint; that of the old ones had ended there."""
     steps = ["--checkpointing_steps", 4, "--logging_steps", 1]
     finetune(*causal, *steps, "--max_train_steps", 4, "--learning_rate", "1e-2")
@@ -82,7 +63,7 @@ def test_another_learning_rate_and_length_hold_from_the_checkpoint_on(
     assert "learning_rate: 0.01 -> 0.008" in caplog.text
 
 
-def test_an_optimizer_of_another_form_is_refused(finetune, causal: list[str], tmp_path: Path, capsys) -> None:
+def test_an_optimizer_of_another_form_is_refused(finetune, causal, tmp_path, capsys):
     finetune(*causal, "--max_train_steps", 1, "--checkpointing_steps", 1)
     checkpoint = tmp_path / "out" / "checkpoint-1"
     for content in ({"optimizer": {"state": 3}}, [1], {"optimizer": {"state": {}, "param_groups": []}}):
@@ -93,17 +74,28 @@ def test_an_optimizer_of_another_form_is_refused(finetune, causal: list[str], tm
         assert re.search(r"checkpoint-1 cannot be used .*; resume from another checkpoint, or remove this one", error)
 
 
-def test_mixed_precision_keeps_float32_weights(
-    finetune, causal: list[str], llama_teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("asked", ["bfloat16", "float32"])
+def test_weights_have_the_dtype_of_their_model_and_are_float32_until_then(
+    asked, finetune, causal, llama_teacher, tmp_path, monkeypatch
+):
+    """In mixed precision too; `test_every_causal_preset_runs` has stages."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` does
-    teacher = ["--teacher_name_or_path", llama_teacher, "--max_eval_tokens", 40]
-    events = finetune(*causal, *teacher, "--max_train_steps", 6, "--learning_rate", "1e-2", "--logging_steps", 2)
-    assert losses(events)[-1]["loss"] < losses(events)[0]["loss"]
-    assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.float32}
+    student, out = tmp_path / "student", tmp_path / "out"
+    convert(llama_teacher, mechanism="linear").bfloat16().save_pretrained(student)
+    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(student)
+    models = ["--model_name_or_path", student, "--teacher_name_or_path", llama_teacher, "--max_eval_tokens", 40]
+    options = ["--max_train_steps", 6, "--checkpointing_steps", 6, "--learning_rate", "1e-2", "--logging_steps", 2]
+    options += ["--dtype", asked] * (asked == "float32")
+    events = losses(finetune(*causal, *models, *options))
+    assert events[-1]["loss"] < events[0]["loss"]
+    assert {value.dtype for value in weights(out).values()} == {getattr(torch, asked)}
+    assert AutoConfig.from_pretrained(out).dtype == getattr(torch, asked)
+    assert {value.dtype for value in weights(out / "checkpoint-6").values()} == {torch.float32}
+    trained = AutoModelForCausalLM.from_pretrained(out / "checkpoint-6").to(getattr(torch, asked)).state_dict()
+    assert all(torch.equal(value, trained[name]) for name, value in weights(out).items())
 
 
-def test_overwriting_forgets_the_earlier_run(finetune, causal: list[str], tmp_path: Path) -> None:
+def test_overwriting_forgets_the_earlier_run(finetune, causal, tmp_path):
     small = ["--max_train_steps", 2, "--checkpointing_steps", 1, "--max_eval_tokens", 20]
     finetune(*causal, *small)
     (tmp_path / "out" / "notes.txt").write_text("mine", encoding="utf-8")
@@ -113,9 +105,7 @@ def test_overwriting_forgets_the_earlier_run(finetune, causal: list[str], tmp_pa
     assert (tmp_path / "out" / "notes.txt").exists()
 
 
-def test_final_folder_loads_and_holds_sidecars(
-    finetune, bert: str, bert_teacher: str, files: Path, tmp_path: Path
-) -> None:
+def test_final_folder_loads_and_holds_sidecars(finetune, bert, bert_teacher, files, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(bert, source)
     (source / "1_Pooling").mkdir()
@@ -149,17 +139,17 @@ def test_final_folder_loads_and_holds_sidecars(
     assert model(**inputs).last_hidden_state.shape[-1] == 32
 
 
-def test_a_new_classifier_learns_and_keeps_its_class_names(finetune, bert: str, files: Path, tmp_path: Path) -> None:
+def test_a_new_classifier_learns_and_keeps_its_class_names(finetune, bert, files, tmp_path):
     data = ["--train_file", files / "train.tsv", "--validation_file", files / "valid.tsv"]
     options = ["--task", "sequence_classification", "--max_train_steps", 24, "--learning_rate", "3e-3"]
     events = finetune("--model_name_or_path", bert, *data, *options)
     assert events[-1]["eval_samples"] == 21
     assert events[-1]["eval_accuracy"] > 0.7
-    config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config
+    config = AutoConfig.from_pretrained(tmp_path / "out")
     assert config.label2id == {"long": 0, "short": 1}
 
 
-def test_a_run_that_would_learn_its_data_by_heart_is_warned_of(finetune, causal, tmp_path, caplog) -> None:
+def test_a_run_that_would_learn_its_data_by_heart_is_warned_of(finetune, causal, tmp_path, caplog):
     (tmp_path / "short.txt").write_text("A text of a few words.")
     words = [*causal, "--train_file", tmp_path / "short.txt", "--max_eval_tokens", 20]
     with caplog.at_level(logging.WARNING):
@@ -173,7 +163,7 @@ def test_a_run_that_would_learn_its_data_by_heart_is_warned_of(finetune, causal,
     assert data * epochs == budget
 
 
-def test_few_tokens_are_divided_into_enough_steps(finetune, causal: list[str], tmp_path: Path) -> None:
+def test_few_tokens_are_divided_into_enough_steps(finetune, causal, tmp_path):
     limits = ["--max_train_tokens", 1000, "--per_device_train_batch_size", 16, "--logging_steps", 1]
     limits += ["--max_eval_tokens", 20]
 
@@ -189,7 +179,7 @@ def test_few_tokens_are_divided_into_enough_steps(finetune, causal: list[str], t
     finetune(*causal, "--min_train_steps", 8, expect=2)  # without a number of tokens
 
 
-def test_mechanism_parameters_have_their_own_rate_and_can_be_trained_alone(llama: str) -> None:
+def test_mechanism_parameters_have_their_own_rate_and_can_be_trained_alone(llama):
     def groups(**options: Any) -> list[dict[str, Any]]:
         model = LlamaForCausalLM.from_pretrained(llama)
         model.model.layers[0].self_attn.linear_attention = nn.Linear(4, 4)

@@ -18,12 +18,7 @@ import torch.nn.functional as F
 import yaml
 from runs import changed
 from task_twins import TWINS
-from transformers import (
-    AutoModel,
-    AutoTokenizer,
-    BartConfig,
-    BartForConditionalGeneration,
-)
+from transformers import AutoModel, AutoTokenizer, BartConfig, BartForConditionalGeneration
 
 from hf_linear_attention import convert
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
@@ -40,7 +35,7 @@ DROPPED: dict[str, Any] = {"seq2seq_lm": {"drop": ["position_bias"]}}
 
 
 @pytest.fixture
-def student(twin: Twin, converted: Callable[..., Path]) -> Callable[[str], list[Any]]:
+def student(twin, converted):
     """Options that distil a converted twin from its original."""
 
     def options(task: str) -> list[Any]:
@@ -60,17 +55,17 @@ def data_of(task: str, folder: Path) -> Any:
     return load_data(recipe, load_processor(recipe)).train
 
 
-def test_losses_are_the_formulas(student: Callable[[str], list[Any]], twin: Twin, finetune: Any) -> None:
+def test_losses_are_the_formulas(student, twin, finetune):
     """Of one pair at a time, without padding. A source weighs what its tokens and those of its target do."""
-    options = [*student("seq2seq_lm"), "--max_train_steps", 1, "--per_device_train_batch_size", 24]
-    weights = ["--task_loss_weight", 1, "--logits_kl_weight", 1, "--hidden_state_weight", 1]
-    event = next(e for e in finetune(*options, *weights) if "loss" in e)
+    options = [*student("seq2seq_lm"), "--max_train_steps", 6, "--per_device_train_batch_size", 24]
+    options += ["--learning_rate", 5e-4, "--task_loss_weight", 0.25, "--logits_kl_weight", 7]
+    options += ["--hidden_state_weight", 1]
+    event, *_, last = (event for event in finetune(*options) if "loss" in event)
+    assert last["loss"] < 0.9 * event["loss"]
     models = [auto_class_of("seq2seq_lm").from_pretrained(str(options[place])).eval() for place in (3, 5)]
     states = ("encoder_hidden_states", "decoder_hidden_states")
-    found, sums = (
-        data_of("seq2seq_lm", twin("seq2seq_lm")),
-        dict.fromkeys(("task_loss", "logits_kl", "hidden_state"), 0.0),
-    )
+    found = data_of("seq2seq_lm", twin("seq2seq_lm"))
+    sums = dict.fromkeys(("task_loss", "logits_kl", "hidden_state"), 0.0)
     targets = units = 0
     for number in range(len(found)):
         example = found[number]
@@ -88,12 +83,12 @@ def test_losses_are_the_formulas(student: Callable[[str], list[Any]], twin: Twin
     assert event["task_loss"] == pytest.approx(sums["task_loss"] / targets, rel=1e-4)
     assert event["logits_kl"] == pytest.approx(sums["logits_kl"] / targets, rel=1e-4)
     assert event["hidden_state"] == pytest.approx(sums["hidden_state"] / units, rel=1e-4)
+    weighted = 0.25 * event["task_loss"] + 7 * event["logits_kl"] + event["hidden_state"]
+    assert event["loss"] == pytest.approx(weighted, rel=1e-5)
     assert event["tokens"] == units
 
 
-def test_attention_transfer_reaches_encoder_decoder_and_cross_attention(
-    twin: Twin, finetune: Any, tmp_path: Path
-) -> None:
+def test_attention_transfer_reaches_encoder_decoder_and_cross_attention(twin, finetune, tmp_path):
     """Every converted layer is trained, by a loss that does not depend on the padding of either side."""
     torch.manual_seed(0)
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
@@ -123,9 +118,7 @@ def test_attention_transfer_reaches_encoder_decoder_and_cross_attention(
     assert "decoder.layers.0.encoder_attn" in " ".join(modules)
 
 
-def test_a_vision_model_without_a_head_learns_the_mean_of_its_states(
-    student: Callable[[str], list[Any]], twin: Twin, finetune: Any, tmp_path: Path
-) -> None:
+def test_a_vision_model_without_a_head_learns_the_mean_of_its_states(student, twin, finetune, tmp_path):
     """The preset shares its epochs among the stages; the first losses of the last stage are the formulas."""
     options = student("image_embedding")
     batch = ["--per_device_train_batch_size", 24, "--validation_file", twin("image_embedding") / "valid.jsonl"]
@@ -149,38 +142,31 @@ def test_a_vision_model_without_a_head_learns_the_mean_of_its_states(
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "training" / "configs").glob("*.yaml"))
 
 
-@pytest.fixture
-def originals(request: pytest.FixtureRequest, files: Path) -> Callable[[str], tuple[str, Path, str]]:
-    """An original for a task, and the folder and suffix of its data files."""
-
-    def original(task: str) -> tuple[str, Path, str]:
-        if task == "image_classification":
-            return request.getfixturevalue("vision_teacher"), request.getfixturevalue("pictures"), "jsonl"
-        if task in TWINS:
-            folder = request.getfixturevalue("twin")(task)
-            return str(folder / "original"), folder, "jsonl"
-        if task == "sequence_classification":
-            return request.getfixturevalue("named_classifier"), files, "tsv"
-        names = {"causal_lm": "llama_teacher", "masked_lm": "masked_teacher", "embedding": "bert_teacher"}
-        return request.getfixturevalue(names[task]), files, "jsonl"
-
-    return original
+# The fixtures of an original and of the folder of its data, and the suffix of the files; `TWINS` has the others.
+ORIGINALS = {
+    "causal_lm": ("llama_teacher", "files", "jsonl"),
+    "masked_lm": ("masked_teacher", "files", "jsonl"),
+    "embedding": ("bert_teacher", "files", "jsonl"),
+    "sequence_classification": ("named_classifier", "files", "tsv"),
+    "image_classification": ("vision_teacher", "pictures", "jsonl"),
+}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_trains_on_two_processes(
-    recipe: Path, originals: Callable[[str], tuple[str, Path, str]], converted: Any, tmp_path: Path, dataset_cache: Path
-) -> None:
+def test_every_recipe_trains_on_two_processes(recipe, request, twin, converted, tmp_path, dataset_cache):
     task = yaml.safe_load(recipe.read_text(encoding="utf-8"))["task"]
-    original, files, suffix = originals(task)
+    if task in TWINS:
+        original, files, suffix = twin(task) / "original", twin(task), "jsonl"
+    else:
+        original, files = (request.getfixturevalue(name) for name in ORIGINALS[task][:2])
+        suffix = ORIGINALS[task][2]
     student = converted(original, mechanism="linear", feature_map="exp", **DROPPED.get(task, {}))
     out = tmp_path / "out"
     options: list[Any] = ["--config", recipe, "--model_name_or_path", student, "--teacher_name_or_path", original]
     options += ["--train_file", files / f"train.{suffix}", "--validation_file", files / f"valid.{suffix}"]
     options += ["--output_dir", out, "--max_train_steps", 2, "--logging_steps", 1]
     options += ["--per_device_train_batch_size", 4, *(["--max_length", 64] if TASKS[task].inputs == "text" else [])]
-    log = tmp_path / "stderr"
-    run = processes.start(processes.finetune, dataset_cache, options, ranks=2, stderr=log)
+    run = processes.start(processes.finetune, dataset_cache, options, ranks=2, stderr=tmp_path / "stderr")
     assert processes.finish(run) == [0, 0], (tmp_path / "stderr-0").read_text(encoding="utf-8")[-2000:]
     events = read_metrics(out / "metrics.jsonl")
     losses = [event["loss"] for event in events if "loss" in event]

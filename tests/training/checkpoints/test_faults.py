@@ -50,7 +50,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.fixture(scope="module")
-def options(named_classifier: str, files: Path) -> list[Any]:
+def options(named_classifier, files):
     model = ["--model_name_or_path", named_classifier, "--task", "sequence_classification"]
     data = ["--train_file", files / "train.tsv", "--max_length", 32, "--learning_rate", "1e-3"]
     steps = ["--max_train_steps", STEPS, "--checkpointing_steps", 2, "--logging_steps", 1]
@@ -62,7 +62,7 @@ def command(options: list[Any], *more: Any, folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(options: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(options, tmp_path_factory):
     """The run that nothing happens to."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     assert main(command(options, folder=folder)) == 0
@@ -70,7 +70,7 @@ def whole(options: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def begun(whole: Path, tmp_path: Path) -> Path:
+def begun(whole, tmp_path):
     """The same run, killed while it wrote the last checkpoint."""
     folder = tmp_path / "begun"
     shutil.copytree(whole, folder)
@@ -91,11 +91,6 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def checksums(content: Any) -> Any:
-    """Damage that replaces the checksums."""
-    return lambda path: path.write_text(json.dumps(content))
-
-
 def state(content: Any) -> Any:
     """Damage that replaces the progress of the run, and the checksums with it."""
 
@@ -113,13 +108,13 @@ def state(content: Any) -> Any:
         (flip_a_bit, "optimizer.pt", "has changed since"),
         (Path.unlink, "random_states_0.pkl", "missing"),
         (truncate, "checksums.json", "cannot be read"),
-        (checksums({}), "checksums.json", "does not list"),
+        (lambda path: path.write_text("{}"), "checksums.json", "does not list"),
         (state(None), "trainer_state.json", "not valid JSON"),
         (state({"state": {"step": 6}}), "trainer_state.json", "no `recipe`"),
         (state({"state": {"step": 4}, "recipe": {}}), "trainer_state.json", "step 4"),
     ],
 )
-def test_damage_is_named(damage, name: str, word: str, begun: Path) -> None:
+def test_damage_is_named(damage, name, word, begun):
     damage(begun / "checkpoint-6" / name)
     found = damage_of(begun / "checkpoint-6")
     assert found is not None
@@ -127,9 +122,7 @@ def test_damage_is_named(damage, name: str, word: str, begun: Path) -> None:
     assert word in found
 
 
-def test_latest_goes_back_to_the_newest_intact_checkpoint(
-    begun: Path, whole: Path, options: list[Any], caplog, capsys
-) -> None:
+def test_latest_goes_back_to_the_newest_intact_checkpoint(begun, whole, options, caplog, capsys):
     truncate(begun / "checkpoint-6" / "model.safetensors")
     explicit = command(options, "--resume_from_checkpoint", begun / "checkpoint-6", folder=begun)
     assert main(explicit) == 2
@@ -144,21 +137,19 @@ def test_latest_goes_back_to_the_newest_intact_checkpoint(
 
 
 @pytest.fixture
-def selecting(options: list[Any]) -> list[Any]:
+def selecting(options):
     return [*options, "--eval_steps", 2, "--load_best_model_at_end"]
 
 
 @pytest.fixture
-def accuracies(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def accuracies(monkeypatch):
     """To be filled with what evaluations say; each takes the first. The weights are the run's own."""
     values: list[float] = []
     monkeypatch.setattr(Classification, "_compute", lambda *_, **__: {"accuracy": values.pop(0)})
     return values
 
 
-def test_the_best_model_is_kept_and_restored(
-    finetune, selecting: list[Any], accuracies: list[float], files: Path, tmp_path: Path
-) -> None:
+def test_the_best_model_is_kept_and_restored(finetune, selecting, accuracies, files, tmp_path):
     """The best evaluation is the one after step 4 of 8."""
     accuracies[:] = [0.9, 0.5, 0.7, 0.6, 0.7]  # before training, which does not count, and after steps 2, 4, 6, 8
     finetune(*selecting, "--validation_file", files / "valid.tsv", "--save_total_limit", 1)
@@ -172,8 +163,8 @@ def test_the_best_model_is_kept_and_restored(
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["the same evaluation", "another evaluation"])
 def test_only_figures_of_the_same_evaluation_are_compared(
-    is_same: bool, finetune, selecting: list[Any], accuracies: list[float], files: Path, tmp_path, monkeypatch, caplog
-) -> None:
+    is_same, finetune, selecting, accuracies, files, tmp_path, monkeypatch, caplog
+):
     """No later accuracy reaches those before. A relative path of the same file, and batches of another size, make no
     other evaluation."""
 
@@ -206,9 +197,7 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_file_that_cannot_be_written_keeps_the_last_good_checkpoint(
-    begun: Path, whole: Path, options: list[Any], capsys
-) -> None:
+def test_a_file_that_cannot_be_written_keeps_the_last_good_checkpoint(begun, whole, options, capsys):
     """A limit between the size of the weights and that of the optimizer, which is twice as large."""
     shutil.rmtree(begun / "checkpoint-6")
     size = (whole / "checkpoint-6" / "optimizer.pt").stat().st_size
@@ -224,9 +213,7 @@ def test_a_file_that_cannot_be_written_keeps_the_last_good_checkpoint(
     assert not changed(begun, whole)
 
 
-def test_a_loss_that_is_no_number_names_the_examples(
-    options: list[Any], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_a_loss_that_is_no_number_names_the_examples(options, whole, tmp_path, monkeypatch, capsys):
     """It is noticed before it reaches the weights, even where no line is logged at this step."""
     of_rows, seen = TaskLoss.of_rows, []
 
@@ -244,7 +231,7 @@ def test_a_loss_that_is_no_number_names_the_examples(
     assert not changed(folder / "checkpoint-4", whole / "checkpoint-4")
 
 
-def test_kill_9_at_any_moment(options: list[Any], tmp_path: Path, dataset_cache: Path) -> None:
+def test_kill_9_at_any_moment(options, tmp_path, dataset_cache):
     """Loses at most the 2 steps since the last checkpoint, and nothing of the result."""
     whole, folder = tmp_path / "whole", tmp_path / "out"
     longer = [*options, "--max_train_steps", 16, "--save_total_limit", 2]
@@ -270,9 +257,7 @@ def test_kill_9_at_any_moment(options: list[Any], tmp_path: Path, dataset_cache:
     assert losses(folder) == losses(whole)
 
 
-def test_a_model_is_finished_only_with_its_last_file(
-    options: list[Any], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_finished_only_with_its_last_file(options, whole, tmp_path, monkeypatch):
     """Killed between any two files, the folder has no report, by which a stage of a preset counts as done; also where
     the report of an earlier run was there."""
     replace, moved = Path.replace, [0]
@@ -307,7 +292,7 @@ def test_a_model_is_finished_only_with_its_last_file(
     assert (folder / HISTORY).read_bytes() == (whole / HISTORY).read_bytes()
 
 
-def test_two_processes_end_and_resume_together(options: list[Any], tmp_path: Path, dataset_cache: Path) -> None:
+def test_two_processes_end_and_resume_together(options, tmp_path, dataset_cache):
     """SIGTERM to one of two: both stop after the same step, and go on bit-exactly, each with its own dropout."""
     folders = [tmp_path / "whole", tmp_path / "parted"]
     two = [*options, "--per_device_train_batch_size", 1, "--max_train_steps", 40, "--checkpointing_steps", 20]
@@ -335,8 +320,8 @@ def test_two_processes_end_and_resume_together(options: list[Any], tmp_path: Pat
 
 
 def test_with_nothing_left_to_train_and_another_evaluation_the_last_weights_are_taken(
-    finetune, selecting: list[Any], files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    finetune, selecting, files, tmp_path, capsys
+):
     finetune(*selecting, "--validation_file", files / "valid.tsv")
     shutil.rmtree(tmp_path / "out" / "checkpoint-2")
     other = [*selecting, "--validation_file", files / "train.tsv", *RESUME]
@@ -348,7 +333,7 @@ def test_with_nothing_left_to_train_and_another_evaluation_the_last_weights_are_
     assert figures["eval_samples"] == 60
 
 
-def test_what_another_value_of_an_option_is_to_a_resumed_run() -> None:
+def test_what_another_value_of_an_option_is_to_a_resumed_run():
     """What decides data, order or model is refused. Embeddings are compared with the teacher's."""
     fixed = {"task", "model_name_or_path", "train_file", "max_length", "seed", "trainable", "use_peft", "lora_r"}
     free = {"eval_steps", "output_dir", "report_to", "per_device_eval_batch_size", "gradient_checkpointing"}

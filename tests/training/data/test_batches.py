@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from hf_linear_attention.training.data.batches import (
     EvaluationBatches,
@@ -29,13 +28,13 @@ def positions_of_steps(batch_size: int, accumulation: int, world_size: int, star
     return steps
 
 
-def test_a_step_sees_the_same_examples_however_it_is_split() -> None:
+def test_a_step_sees_the_same_examples_however_it_is_split():
     expected = [list(range(8 * step, 8 * step + 8)) for step in range(2, 5)]
     for batch_size, accumulation, world_size in [(8, 1, 1), (1, 8, 1), (2, 4, 1), (4, 1, 2), (1, 4, 2), (2, 1, 4)]:
         assert positions_of_steps(batch_size, accumulation, world_size, 2, 5) == expected
 
 
-def test_an_epoch_is_a_permutation_and_the_next_is_another() -> None:
+def test_an_epoch_is_a_permutation_and_the_next_is_another():
     stream = Stream(documents(50), seed=3, shuffle=True)
     first, second = stream.indices(0, 50), stream.indices(50, 100)
     assert sorted(first) == sorted(second) == list(range(50))
@@ -45,7 +44,7 @@ def test_an_epoch_is_a_permutation_and_the_next_is_another() -> None:
     assert Stream(documents(50), seed=4, shuffle=True).indices(0, 50).tolist() != first.tolist()
 
 
-def test_steps_of_similar_lengths() -> None:
+def test_steps_of_similar_lengths():
     lengths = np.random.default_rng(0).integers(1, 100, 600)
     texts = Documents([np.full(length, number) for number, length in enumerate(lengths)])
     plain, grouped = Stream(texts, 3, shuffle=True), Stream(texts, 3, shuffle=True, step_size=8)
@@ -59,7 +58,7 @@ def test_steps_of_similar_lengths() -> None:
     assert again.indices(700, 710).tolist() == second[100:110].tolist()  # without having passed what is before
 
 
-def test_evaluation_sees_every_example_once() -> None:
+def test_evaluation_sees_every_example_once():
     for count in (1, 2, 7, 8):
         ranks = [list(EvaluationBatches(count, 2, rank, 3)) for rank in range(3)]
         assert len({len(batches) for batches in ranks}) == 1
@@ -69,14 +68,14 @@ def test_evaluation_sees_every_example_once() -> None:
         assert sorted(seen) == sorted([*range(count), *[0] * (len(seen) - count)])
 
 
-def test_padding() -> None:
+def test_padding():
     batch = pad([{**documents(4)[index], "index": index} for index in (1, 3)], pad_token_id=9)
     assert batch["input_ids"].tolist() == [[1, 1, 9, 9], [3, 3, 3, 3]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     assert batch["labels"].tolist() == [[1, 1, -100, -100], [3, 3, 3, 3]]
 
 
-def test_masking_is_a_function_of_seed_and_position(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_masking_is_a_function_of_seed_and_position(tokenizer):
     masking, mask = Masking(tokenizer, 0.15), tokenizer.mask_token_id
     example = {"input_ids": np.array([1, 2, *range(10, 68)] * 100)}
     first, again, other = masking(example, 0, 5), masking(example, 0, 5), masking(example, 0, 6)
@@ -93,7 +92,7 @@ def test_masking_is_a_function_of_seed_and_position(tokenizer: PreTrainedTokeniz
     assert abs(kept.mean() - 0.1) < 0.04
 
 
-def test_steps_until_a_number_of_tokens() -> None:
+def test_steps_until_a_number_of_tokens():
     stream = Stream(documents(8), seed=0, shuffle=True)  # 20 tokens an epoch
     steps = steps_for_tokens(stream, 2, 45, most=100)
     passed = [stream.examples.lengths[stream.indices(0, 2 * n)].sum() for n in (steps - 1, steps)]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import json
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 from recipes import recipe_of
 from runs import write_lines
-from transformers import BertConfig, PreTrainedTokenizerFast
+from transformers import BertConfig
 
 from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.data import texts as tokenization
@@ -25,7 +24,7 @@ from hf_linear_attention.training.recipe import DataArguments
 
 
 @pytest.fixture
-def build(tokenizer: PreTrainedTokenizerFast):
+def build(tokenizer):
     def examples(task: str, split: str, max_length: int = 16, classes: Any = None, **data: Any) -> Examples:
         recipe = recipe_of(task, task_loss_weight=1.0, **data)
         rows = load_rows(recipe.data, split)
@@ -41,7 +40,7 @@ def tokens_of(examples: Examples) -> list[list[int]]:
     return [examples[index]["input_ids"].tolist() for index in range(len(examples))]
 
 
-def test_running_text_is_one_stream_after_one_bos(build, files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_running_text_is_one_stream_after_one_bos(build, files, tokenizer):
     blocks = tokens_of(build("causal_lm", "train", train_file=str(files / "train.txt")))
     text = (files / "train.txt").read_text(encoding="utf-8")
     expected = [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]
@@ -51,7 +50,7 @@ def test_running_text_is_one_stream_after_one_bos(build, files: Path, tokenizer:
     assert {len(block) for block in blocks[:-1]} == {16}
 
 
-def test_every_json_document_starts_with_bos(build, files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_every_json_document_starts_with_bos(build, files, tokenizer):
     """In training they are packed, and evaluated one by one."""
     for split, name in (("train", "train"), ("validation", "valid")):
         lines = (files / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
@@ -65,7 +64,7 @@ def test_every_json_document_starts_with_bos(build, files: Path, tokenizer: PreT
             assert found == [text[:16] for text in expected]
 
 
-def test_paragraphs_of_a_text_file_are_documents(build, files: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_paragraphs_of_a_text_file_are_documents(build, files, tokenizer):
     documents = tokens_of(build("embedding", "train", train_file=str(files / "train.txt")))
     pieces = paragraphs((files / "train.txt").read_text(encoding="utf-8"))
     assert documents == [tokenizer(piece).input_ids[:16] for piece in pieces]
@@ -73,7 +72,7 @@ def test_paragraphs_of_a_text_file_are_documents(build, files: Path, tokenizer: 
     assert paragraphs("a\nb\nc\n") == ["a", "b", "c"]
 
 
-def test_tables(build, tmp_path: Path) -> None:
+def test_tables(build, tmp_path):
     """Quotes in a .tsv are characters; the text "null" is a text."""
     (tmp_path / "t.tsv").write_text('text\tlabel\n"open quote\ta\nnull\tb\nthree\ta\n', encoding="utf-8")
     rows = load_rows(DataArguments(train_file=str(tmp_path / "t.tsv")), "train")
@@ -104,7 +103,7 @@ COLUMNS = {"text_column_name": "source", "text_pair_column_name": "target"}
         ),
     ],
 )
-def test_bad_rows_are_refused(task, suffix, content, options, places, build, tmp_path: Path) -> None:
+def test_bad_rows_are_refused(task, suffix, content, options, places, build, tmp_path):
     path = tmp_path / f"t.{suffix}"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(TrainingError, match=r"bad row\(s\) in .*Correct or remove them") as error:
@@ -112,9 +111,7 @@ def test_bad_rows_are_refused(task, suffix, content, options, places, build, tmp
     assert all(place in str(error.value) for place in places)
 
 
-def test_pairs_of_texts(
-    build, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_of_texts(build, tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "model_input_names", ["input_ids", "token_type_ids", "attention_mask"])  # as BERT's
     lines = [{"text": "one", "other": "first text", "label": "a"}, {"text": "two", "other": "it", "label": "b"}]
     write_lines(tmp_path / "t.jsonl", lines)
@@ -130,7 +127,7 @@ def test_pairs_of_texts(
     assert batch["token_type_ids"].sum() == sum(map(sum, types)) > 0
 
 
-def test_dataset_folder(build, files: Path, tmp_path: Path) -> None:
+def test_dataset_folder(build, files, tmp_path):
     for split, name in (("train", "train"), ("validation", "valid")):
         (tmp_path / f"{split}.jsonl").write_bytes((files / f"{name}.jsonl").read_bytes())
     for split, name in (("train", "train"), ("validation", "valid")):
@@ -138,7 +135,7 @@ def test_dataset_folder(build, files: Path, tmp_path: Path) -> None:
         assert tokens_of(build("embedding", split, dataset_name=str(tmp_path))) == tokens_of(expected)
 
 
-def test_class_mapping() -> None:
+def test_class_mapping():
     assert class_mapping(BertConfig(num_labels=2), ["1", "0", "1"]) == {"0": 0, "1": 1}
     assert class_mapping(BertConfig(num_labels=2), [str(n) for n in range(11)])["10"] == 10
     named = BertConfig(id2label={0: "no", 1: "yes"}, label2id={"no": 0, "yes": 1})
@@ -149,9 +146,7 @@ def test_class_mapping() -> None:
         class_mapping(trained, ["0", "1", "2"])
 
 
-def test_tokens_are_kept_between_runs(
-    build, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_tokens_are_kept_between_runs(build, files, tmp_path, monkeypatch, tokenizer):
     """Another text, another option or another tokenizer is tokenised anew."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     calls: list[int] = []

@@ -37,7 +37,7 @@ ROWS: list[list[tuple[str, str]]] = [
 
 
 @pytest.fixture
-def chat(llama_teacher: str, tmp_path: Path) -> dict[str, Path]:
+def chat(llama_teacher, tmp_path):
     """A converted model and its original with a chat template, and a file of conversations."""
     tokenizer = AutoTokenizer.from_pretrained(llama_teacher)
     tokenizer.chat_template = TEMPLATE
@@ -58,7 +58,7 @@ def examples_of(chat: dict[str, Path], *more: Any) -> Any:
     return load_data(recipe, load_processor(recipe)).train
 
 
-def test_answers_and_what_ends_them_are_learned(chat: dict[str, Path]) -> None:
+def test_answers_and_what_ends_them_are_learned(chat):
     tokenizer = AutoTokenizer.from_pretrained(chat["student"])
     found = examples_of(chat)
     for number, row in enumerate(ROWS):
@@ -70,7 +70,7 @@ def test_answers_and_what_ends_them_are_learned(chat: dict[str, Path]) -> None:
         assert (labels[1:] != IGNORED).tolist() == example["loss_mask"][:-1].astype(bool).tolist()
 
 
-def test_the_loss_is_that_of_the_answers(chat: dict[str, Path], finetune: Any) -> None:
+def test_the_loss_is_that_of_the_answers(chat, finetune):
     """KL and cross-entropy of the tokens that predict an answer, and of no other."""
     options = ["--task", "causal_lm", "--model_name_or_path", chat["student"], "--train_file", chat["data.jsonl"]]
     options += ["--teacher_name_or_path", chat["original"], "--logits_kl_weight", 1, "--task_loss_weight", 1]
@@ -89,7 +89,7 @@ def test_the_loss_is_that_of_the_answers(chat: dict[str, Path], finetune: Any) -
         assert next(event[name] for event in events if name in event) == pytest.approx(total / count, rel=1e-4)
 
 
-def test_what_is_no_conversation_is_refused(chat: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_no_conversation_is_refused(chat, tmp_path):
     good = chat["data.jsonl"].read_text(encoding="utf-8")
     chat["data.jsonl"].write_text(good + '{"messages": [\n{"messages": "Hello."}\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"2 bad row.*line 4: is not a JSON object; line 5: `messages` is 'Hello.'"):

@@ -11,14 +11,14 @@ from accelerate import Accelerator
 from transformers import LlamaForCausalLM
 
 from hf_linear_attention.training.data.batches import EvaluationBatches, Stream, loader
-from hf_linear_attention.training.data.packing import IGNORED, Blocks, Documents, StreamWindows, shorten
+from hf_linear_attention.training.data.packing import IGNORED, Documents, StreamWindows, shorten
 from hf_linear_attention.training.evaluation.evaluator import Evaluator
 
 
 @pytest.mark.parametrize("length", [1, 8, 9, 12, 97])
 @pytest.mark.parametrize("max_length", [2, 8, 9])
 @pytest.mark.parametrize("bos", [None, 1])
-def test_windows_score_each_token_once_with_half_a_window_of_context(length: int, max_length: int, bos) -> None:
+def test_windows_score_each_token_once_with_half_a_window_of_context(length, max_length, bos):
     stream = np.arange(100, 100 + length)
     windows = StreamWindows(stream, max_length, bos)
     scored = []
@@ -50,7 +50,7 @@ def naive_nats(model: LlamaForCausalLM, tokens: list[int], context: int, bos: in
 
 
 @torch.no_grad()
-def test_evaluation_equals_the_protocol_token_by_token(llama_teacher: str) -> None:
+def test_evaluation_equals_the_protocol_token_by_token(llama_teacher):
     model = LlamaForCausalLM.from_pretrained(llama_teacher).eval()
     tokens = torch.randint(5, 300, (131,)).tolist()
     stream = Stream(StreamWindows(np.array(tokens), 16, 1), seed=0, shuffle=False)
@@ -62,18 +62,7 @@ def test_evaluation_equals_the_protocol_token_by_token(llama_teacher: str) -> No
     assert figures["eval_tokens"] == 131
 
 
-def test_blocks_hold_the_whole_stream() -> None:
-    blocks = Blocks(np.arange(23), 10)
-    assert [example.tolist() for example in (blocks[i]["input_ids"] for i in range(len(blocks)))] == [
-        list(range(10)),
-        list(range(10, 20)),
-        [20, 21, 22],
-    ]
-    assert blocks.lengths.tolist() == [10, 10, 3]
-    assert Blocks(np.arange(21), 10).lengths.tolist() == [10, 10]  # a block of one token is left out
-
-
-def test_shorten_takes_the_first_examples() -> None:
+def test_shorten_takes_the_first_examples():
     documents = Documents([np.arange(n) for n in (4, 3, 5, 6)], None)
     assert shorten(documents, 7).lengths.tolist() == [4, 3]
     assert shorten(documents, 8).lengths.tolist() == [4, 3, 5]

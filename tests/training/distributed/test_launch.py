@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 
 from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.distributed import start_processes
-from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tracking import read_metrics
 
 
@@ -28,8 +27,16 @@ ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = sorted((ROOT / "training" / "launch").glob("*.yaml"))
 
 
+def test_every_yaml_of_the_project_is_in_a_folder_whose_files_are_tested():
+    """Here, in `test_tasks.py` and in `test_presets.py`."""
+    places = ("training", "conversion", "benchmarks", "hf_linear_attention", "model_cards")
+    found = {path for place in places for path in (ROOT / place).rglob("*.y*ml")}
+    folders = ("launch", "configs", "presets")
+    assert found == {path for folder in folders for path in (ROOT / "training" / folder).glob("*.yaml")}
+
+
 @pytest.mark.parametrize("path", LAUNCH, ids=lambda path: path.stem)
-def test_launch_files_are_what_accelerate_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_files_are_what_accelerate_reads(path, monkeypatch):
     """Read by accelerate's loader and taken by its launcher, which ends up with what the file says."""
     text, content = path.read_text(encoding="utf-8"), yaml.safe_load(path.read_text(encoding="utf-8"))
     config = load_config_from_file(str(path))
@@ -47,11 +54,11 @@ def test_launch_files_are_what_accelerate_reads(path: Path, monkeypatch: pytest.
 
 
 @pytest.fixture
-def recipe() -> Recipe:
+def recipe():
     return recipe_of(task_loss_weight=1.0)
 
 
-def test_processes_that_are_not_connected(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_are_not_connected(recipe, monkeypatch):
     def apart(cpu: bool, **options: Any) -> Accelerator:
         return Accelerator(cpu=False, **options)  # what a script without cpu=True gets on a machine without GPU
 
@@ -77,9 +84,7 @@ SHARDS = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "FSDP_CPU_RAM_EFFI
         ),
     ],
 )
-def test_launches_that_are_not_what_they_say(
-    has_gpu: bool, environment: dict[str, str], said: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_that_are_not_what_they_say(has_gpu, environment, said, recipe, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -91,9 +96,7 @@ def test_launches_that_are_not_what_they_say(
 @pytest.mark.parametrize(
     ("available", "name"), [("torch.backends.mps.is_available", "Apple"), ("torch.xpu.is_available", "Intel")]
 )
-def test_a_gpu_that_is_not_used_is_named(
-    available: str, name: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_that_is_not_used_is_named(available, name, recipe, monkeypatch, caplog):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert start_processes(recipe).device.type == "cpu"
     assert not caplog.records
@@ -105,15 +108,14 @@ def test_a_gpu_that_is_not_used_is_named(
     assert "run on the CPU" in record.getMessage()
 
 
-def test_two_processes_equal_one(
-    finetune, bert: str, bert_teacher: str, files: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    """Ragged texts, accumulation, an unused pooler, 21 evaluation texts on 2 processes.
+def test_two_processes_equal_one(finetune, masked, masked_teacher, files, tmp_path, environment):
+    """Four objectives with units of their own, ragged texts, accumulation, 21 evaluation texts on 2 processes.
 
     Tolerance: AdamW turns rounding in tiny gradients into up to lr = 1e-3 a step; gradients that were averaged per
     process instead of per unit would move the logged losses in the second digit.
     """
-    models = ["--model_name_or_path", bert, "--teacher_name_or_path", bert_teacher, "--task", "embedding"]
+    models = ["--model_name_or_path", masked, "--teacher_name_or_path", masked_teacher, "--task", "masked_lm"]
+    models += [f"--{name}_weight=1" for name in ("task_loss", "logits_kl", "hidden_state", "embedding")]
     data = ["--train_file", f"{files}/train.txt", "--validation_file", f"{files}/valid.txt"]
     steps = ["--max_train_steps", "4", "--learning_rate", "1e-3", "--logging_steps", "1", "--eval_steps", "2"]
     options = [*models, *data, *steps]

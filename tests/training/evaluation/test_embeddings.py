@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def model(bert_teacher: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(bert_teacher, tmp_path_factory):
     """A sentence-transformers folder that pools the first token."""
     folder = tmp_path_factory.mktemp("sentence") / "model"
     shutil.copytree(bert_teacher, folder)
@@ -40,7 +39,7 @@ def model(bert_teacher: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.no_grad()
-def test_figures_and_loss_are_those_of_texts_one_by_one(model: Path, bert: str, finetune: Any, tmp_path: Path) -> None:
+def test_figures_and_loss_are_those_of_texts_one_by_one(model, bert, finetune, tmp_path):
     """Without padding; the model pools the first token, and so does the training."""
     file, student = write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS]), tmp_path / "student"
     shutil.copytree(model, student)
@@ -61,7 +60,7 @@ def test_figures_and_loss_are_those_of_texts_one_by_one(model: Path, bert: str, 
     assert loss == pytest.approx(1 - cosines.mean().item(), rel=1e-4)
 
 
-def test_poolings_are_those_of_sentence_transformers(model: Path) -> None:
+def test_poolings_are_those_of_sentence_transformers(model):
     hidden, mask = torch.randn(2, 5, 3), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     texts = hidden[0], hidden[1, :3]
     expected = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from pathlib import Path
 
 import processes
 import pytest
@@ -19,7 +18,7 @@ from hf_linear_attention.training.tasks import PACKAGES, can_score
 from hf_linear_attention.training.tracking import read_metrics
 
 
-def test_scores_are_their_formulas() -> None:
+def test_scores_are_their_formulas():
     found = scored(Classification, [0, 1, 1, 1], [1, 1, 0, 1])
     assert found == {"accuracy": 0.5, "f1": pytest.approx(2 / 3), "samples": 4}
     three = scored(Classification, [0, 1, 2, 2], [0, 1, 1, 2])  # F1 of the classes: 1, 2/3 and 2/3
@@ -31,7 +30,7 @@ def test_scores_are_their_formulas() -> None:
 
 
 @pytest.fixture
-def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_libraries(monkeypatch):
     """As if only the extra `train` were installed."""
     can_score.cache_clear()
     for name in PACKAGES:
@@ -41,9 +40,7 @@ def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_libraries")
-def test_without_the_libraries_the_other_figures_remain(
-    finetune, named_classifier: str, files: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_the_libraries_the_other_figures_remain(finetune, named_classifier, files, caplog):
     options = ["--task", "sequence_classification", "--model_name_or_path", named_classifier]
     (figures,) = finetune(*options, "--validation_file", files / "valid.tsv", "--max_length", 64)
     assert "eval_accuracy" in figures
@@ -52,15 +49,13 @@ def test_without_the_libraries_the_other_figures_remain(
 
 
 @pytest.mark.usefixtures("no_libraries")
-def test_scored_pairs_are_refused_without_their_library(tmp_path: Path) -> None:
+def test_scored_pairs_are_refused_without_their_library(tmp_path):
     (tmp_path / "pairs.tsv").write_text("sentence1\tsentence2\tscore\na\tb\t1\n", encoding="utf-8")
     with pytest.raises(UsageError, match="`--pairs_file` needs scipy; install it"):
         check_pairs_file(str(tmp_path / "pairs.tsv"))
 
 
-def test_figures_are_the_same_on_several_processes(
-    finetune, named_classifier: str, files: Path, tmp_path: Path, dataset_cache: Path
-) -> None:
+def test_figures_are_the_same_on_several_processes(finetune, named_classifier, files, tmp_path, dataset_cache):
     """Bit by bit: 21 texts on 2 processes, so that a sampler would have to repeat one.
 
     One text a batch, because texts that are padded together with others are rounded differently.
@@ -77,9 +72,7 @@ def test_figures_are_the_same_on_several_processes(
 
 
 @torch.no_grad()
-def test_pairs_of_an_embedding_model_are_scored(
-    finetune, bert: str, bert_teacher: str, texts: list[str], tmp_path: Path
-) -> None:
+def test_pairs_of_an_embedding_model_are_scored(finetune, bert, bert_teacher, texts, tmp_path):
     stats = pytest.importorskip("scipy.stats")
     scores = [3, 0.5, 4, 1, 2]
     rows = [{"text": texts[i], "other": texts[-1 - i], "label": score} for i, score in enumerate(scores)]

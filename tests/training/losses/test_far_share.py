@@ -21,7 +21,6 @@ from hf_linear_attention.training.losses.objectives import (
     build_objectives,
     share_divergence,
 )
-from hf_linear_attention.training.presets import fit_to, load_preset
 
 
 WINDOW, SINKS = 5, 2
@@ -82,9 +81,7 @@ def oracle(seen: ObservedAttention, mask: Tensor, tolerance: float) -> Tensor:
         ({"num_exact_keys": 3}, [40, 17, 23], 0.0),
     ],
 )
-def test_the_share_is_that_of_the_weights(
-    settings: dict[str, Any], lengths: list[int], tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_share_is_that_of_the_weights(settings, lengths, tolerance, monkeypatch):
     monkeypatch.setattr(far_share, "TOLERANCE", tolerance)
     torch.manual_seed(0)
     model = with_scores(convert(stock_model("llama"), **HYBRID, **settings)).eval()
@@ -101,7 +98,7 @@ def test_the_share_is_that_of_the_weights(
     assert objective.units(batch) == sum(lengths)
 
 
-def test_some_queries_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_queries_stand_for_all(monkeypatch):
     """With one query of two, the mean over these counts for every token of the row."""
     model = convert(stock_model("llama"), **HYBRID).eval()
     batch = padded_batch([40])
@@ -116,7 +113,7 @@ def test_some_queries_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_the_gradient_does_not_vanish() -> None:
+def test_the_gradient_does_not_vanish():
     """d/ds of the divergence is the difference of the shares, also where one of them is e^-88."""
     odds = torch.tensor([-90.0, -90.0, 90.0, 3.0], requires_grad=True)
     target = torch.tensor([20.0, -90.0, -20.0, float("-inf")])
@@ -126,23 +123,15 @@ def test_the_gradient_does_not_vanish() -> None:
     torch.testing.assert_close(odds.grad, torch.tensor([-1.0, 0.0, 1.0, 0.0]))
 
 
-def test_a_preset_leaves_it_out_where_there_is_no_share() -> None:
-    preset = load_preset("default")
-    assert "far_share_weight" in preset.stages["causal_lm"][0].options
-    hybrid, linear = (convert(stock_model("llama"), **settings) for settings in (HYBRID, {"mechanism": "linear"}))
-    assert fit_to(preset, hybrid).stages == preset.stages
-    assert "far_share_weight" not in fit_to(preset, linear).stages["causal_lm"][0].options
-    objectives = build_objectives(recipe_of(task="causal_lm", **ONLY))
-    with pytest.raises(UsageError, match=r"`--far_share_weight` needs layers of `hybrid`"):
-        StudentWithObjectives(linear, objectives, None)
-
-
-def test_layers_of_other_mechanisms_contribute_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_other_mechanisms_contribute_nothing(monkeypatch):
     model = convert(stock_model("llama"), **HYBRID | {"mechanism": {"0": "linear", "1-": "hybrid"}}).eval()
     batch = padded_batch([40])
     monkeypatch.setattr(far_share, "TOLERANCE", 0.0)
     totals = [far_share._layer_total(seen, batch["attention_mask"].float()) for seen in observed(model, batch)]
     assert totals[0] == 0 < totals[1]
+    objectives = build_objectives(recipe_of(task="causal_lm", **ONLY))
+    with pytest.raises(UsageError, match=r"`--far_share_weight` needs layers of `hybrid`"):
+        StudentWithObjectives(convert(stock_model("llama"), mechanism="linear"), objectives, None)
 
 
 def score_oracle(seen: ObservedAttention, mask: Tensor) -> Tensor:
@@ -163,7 +152,7 @@ def score_oracle(seen: ObservedAttention, mask: Tensor) -> Tensor:
     return total
 
 
-def test_scores_learn_the_softmax_weights_behind_the_window() -> None:
+def test_scores_learn_the_softmax_weights_behind_the_window():
     torch.manual_seed(0)
     model = with_scores(convert(stock_model("llama"), **HYBRID, num_exact_keys=3)).eval()
     batch = padded_batch([40, 17, 23])
@@ -173,7 +162,7 @@ def test_scores_learn_the_softmax_weights_behind_the_window() -> None:
         torch.testing.assert_close(found.double(), score_oracle(seen, batch["attention_mask"]), rtol=1e-4, atol=1e-5)
 
 
-def test_transfer_trains_the_scores_and_its_value_is_the_error_of_the_outputs() -> None:
+def test_transfer_trains_the_scores_and_its_value_is_the_error_of_the_outputs():
     model = with_scores(convert(stock_model("llama"), **HYBRID, num_exact_keys=3)).eval()
     batch = padded_batch([40, 33])
     parameters = [p.requires_grad_() for name, p in model.named_parameters() if "score_" in name]

@@ -9,27 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from accelerate import Accelerator
 from recipes import recipe_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    BertConfig,
-    BertForMaskedLM,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from hf_linear_attention import convert
 from hf_linear_attention.conversion.softmax_choice import rank_layers
@@ -54,19 +39,24 @@ BART = {
 }
 
 
-def biased(model: BartForConditionalGeneration) -> BartForConditionalGeneration:
+def stock(name: str, sizes: dict[str, Any], **more: Any) -> Any:
+    model_class = getattr(transformers, name)
+    return model_class(model_class.config_class(**sizes, **more))
+
+
+def biased(model: Any) -> Any:
     model.final_logits_bias.normal_()
     return model
 
 
 MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**DECODER)),
-    "scaled before": lambda: T5ForConditionalGeneration(T5Config(**T5, decoder_start_token_id=0)),
-    "with a transform": lambda: BertForMaskedLM(BertConfig(**SIZES, vocab_size=300)),
-    "with a bias": lambda: biased(BartForConditionalGeneration(BartConfig(**BART))),
-    "capped": lambda: Gemma2ForCausalLM(Gemma2Config(**DECODER, head_dim=8, final_logit_softcapping=3.0)),
-    "divided": lambda: GraniteForCausalLM(GraniteConfig(**DECODER, logits_scaling=3.0)),
-    "multiplied": lambda: CohereForCausalLM(CohereConfig(**DECODER, logit_scale=0.3)),
+    "llama": lambda: stock("LlamaForCausalLM", DECODER),
+    "scaled before": lambda: stock("T5ForConditionalGeneration", T5, decoder_start_token_id=0),
+    "with a transform": lambda: stock("BertForMaskedLM", SIZES, vocab_size=300),
+    "with a bias": lambda: biased(stock("BartForConditionalGeneration", BART)),
+    "capped": lambda: stock("Gemma2ForCausalLM", DECODER, head_dim=8, final_logit_softcapping=3.0),
+    "divided": lambda: stock("GraniteForCausalLM", DECODER, logits_scaling=3.0),
+    "multiplied": lambda: stock("CohereForCausalLM", DECODER, logit_scale=0.3),
 }
 
 
@@ -85,7 +75,7 @@ def whole_logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_by_row_are_those_of_the_model(name: str) -> None:
+def test_logits_by_row_are_those_of_the_model(name):
     torch.manual_seed(0)
     model = MODELS[name]().train()
     by_row, batch = ByRow(model), batch_of(model)
@@ -98,16 +88,14 @@ def test_logits_by_row_are_those_of_the_model(name: str) -> None:
     torch.testing.assert_close(whole_logits(model, batch), expected)  # nothing is left in the model
 
 
-def test_what_is_not_known_is_computed_as_a_whole(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_known_is_computed_as_a_whole(caplog, monkeypatch):
     class Squared(LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             outputs = super().forward(*args, **kwargs)
             outputs.logits = outputs.logits * outputs.logits.abs()
             return outputs
 
-    model = Squared(LlamaConfig(**DECODER)).eval()
+    model = Squared(Squared.config_class(**DECODER)).eval()
     assert output_layer(model) is None
     batch = batch_of(model)
     torch.testing.assert_close(ByRow(model).rows(batch)(torch.tensor([3, 0])), whole_logits(model, batch)[[3, 0]])
@@ -115,13 +103,15 @@ def test_what_is_not_known_is_computed_as_a_whole(
     monkeypatch.setattr(of_rows, "MEGABYTES", 0.01)
     ByRow(model).rows(batch)
     assert "Squared does something with the results of its output layer" in caplog.text
+    classifier = stock("BertForSequenceClassification", SIZES, vocab_size=300).eval()
+    assert output_layer(classifier) is None
+    expected = classifier(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    torch.testing.assert_close(ByRow(classifier).rows(batch)(torch.tensor([1, 0])), expected[[1, 0]])
 
 
 @pytest.mark.parametrize("frozen", [None, "lm_head", "body"])
 @pytest.mark.parametrize("name", ["llama", "capped", "scaled before"])
-def test_gradients_of_chunks_are_those_of_the_whole(
-    name: str, frozen: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_chunks_are_those_of_the_whole(name, frozen, monkeypatch):
     """Both losses in float64, chunks of one row."""
     monkeypatch.setattr(of_rows, "MEGABYTES", 1e-9)
     torch.manual_seed(0)
@@ -155,7 +145,7 @@ def test_gradients_of_chunks_are_those_of_the_whole(
         torch.testing.assert_close(mine, torch.zeros_like(mine) if yours is None else yours, rtol=1e-9, atol=1e-12)
 
 
-def test_what_overflows_in_float16_follows_the_scale() -> None:
+def test_what_overflows_in_float16_follows_the_scale():
     """A `GradScaler` makes its scale smaller until nothing overflows, which it could not do for a fixed one."""
     torch.manual_seed(0)
     head = nn.Linear(16, 40).half()
@@ -175,7 +165,7 @@ def test_what_overflows_in_float16_follows_the_scale() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "scaled before"])
-def test_chunks_in_mixed_precision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_in_mixed_precision(name, monkeypatch):
     """Casts of weights, which autocast keeps, serve all chunks; sums over chunks are in the dtype of the weights."""
     torch.manual_seed(0)
     task = "seq2seq_lm" if name == "scaled before" else "causal_lm"
@@ -233,10 +223,9 @@ LENGTH, LIMIT = 192, 4.0  # a matrix of logits [4, LENGTH, CLASSES] has 17.6 meg
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
+def pair():
     torch.manual_seed(0)
-    config = LlamaConfig(**{**DECODER, "vocab_size": CLASSES}, max_position_embeddings=512)
-    teacher = LlamaForCausalLM(config).eval()
+    teacher = stock("LlamaForCausalLM", {**DECODER, "vocab_size": CLASSES}, max_position_embeddings=512).eval()
     return convert(teacher, mechanism="hybrid", window_size=8, num_sinks=1, num_features=8).eval(), teacher
 
 
@@ -271,7 +260,7 @@ WORK = {
 
 
 @pytest.mark.parametrize("name", WORK)
-def test_no_more_than_the_limit_is_alive(name: str, pair: tuple[PreTrainedModel, PreTrainedModel], monkeypatch) -> None:
+def test_no_more_than_the_limit_is_alive(name, pair, monkeypatch):
     monkeypatch.setattr(of_rows, "MEGABYTES", LIMIT)
     student, teacher = pair
     batch = batch_of(student, 4, LENGTH)
