@@ -7,8 +7,6 @@ import torch
 import transformers
 from conftest import CONFIGS, engine, expected, metric, prompts, written
 
-from hf_linear_attention.vllm_plugin import states
-
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "hybrid"])  # which the next tests run
 def test_many_requests_at_once_with_prompts_in_chunks(converted, name):
@@ -25,27 +23,6 @@ def test_a_prompt_of_one_token_begins_where_the_state_of_another_request_was(con
         assert written(llm, short) == expected(folder, short)
 
 
-def test_errors_would_be_seen(converted, monkeypatch):
-    """Negative controls: chunks that forget the state, and states of the wrong requests, change the text."""
-    folder, texts = converted("hybrid"), prompts(12)
-    with engine(folder, max_num_batched_tokens=96) as llm:
-        right = written(llm, texts)
-        step = states.StateLayer.step
-        monkeypatch.setattr(states.StateLayer, "step", lambda self, inputs, rows: step(self, inputs, rows.flip(0)))
-        swapped = written(llm, texts)
-        monkeypatch.setattr(states.StateLayer, "step", step)
-        run = states.ConvertedLayer.run
-        monkeypatch.setattr(
-            states.ConvertedLayer, "run", lambda self, inputs, first=0, state=None: run(self, inputs, first)
-        )
-        forgetful = written(llm, texts)
-    assert right == expected(folder, texts)
-    assert sum(a != b for a, b in zip(swapped, right)) > 6
-    long = [number for number, text in enumerate(texts) if len(text) > 96]
-    assert long
-    assert all(forgetful[number] != right[number] for number in long)
-
-
 def test_requests_that_find_no_block_begin_again(converted):
     """Nine blocks of 128 tokens hold the prompts of some requests, but not what all of them write."""
     folder = converted("softmax layers")
@@ -53,27 +30,6 @@ def test_requests_that_find_no_block_begin_again(converted):
     with engine(folder, max_model_len=256, num_gpu_blocks_override=9, max_num_seqs=8) as llm:
         assert written(llm, texts, 100) == expected(folder, texts, 100)
         assert metric(llm, "num_preemptions") > 0
-
-
-def test_requests_that_are_interrupted_begin_again(converted):
-    """A state does not grow, so vLLM interrupts requests of states alone only when it is told to."""
-    from vllm import SamplingParams
-
-    folder, texts = converted("hybrid"), prompts(8)
-    done, steps = {}, 0
-    with engine(folder) as llm:
-        core = llm.llm_engine
-        for number, text in enumerate(texts):
-            sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
-            core.add_request(str(number), {"prompt_token_ids": text}, sampling)
-        while core.has_unfinished_requests():
-            finished = [output for output in core.step() if output.finished]
-            done |= {output.request_id.split("-")[0]: list(output.outputs[0].token_ids) for output in finished}
-            steps += 1
-            if steps == 10:
-                assert core.reset_prefix_cache(reset_running_requests=True)
-        assert metric(llm, "num_preemptions") == 8
-    assert [done[str(number)] for number in range(8)] == expected(folder, texts)
 
 
 @pytest.mark.parametrize("name", ["hybrid", "softmax layers"])
@@ -88,30 +44,6 @@ def test_prompts_that_begin_alike_are_read_once(converted, name):
         assert hits > 0  # of the requests of one call
         assert written(llm, texts) == expected(folder, texts)
         assert metric(llm, "prefix_cache_hits") > 2 * hits
-
-
-def test_samples_have_the_probabilities_of_the_model_and_a_seed_repeats_them(converted):
-    from vllm import SamplingParams
-
-    folder, texts = converted("hybrid"), prompts(4)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    sampling = SamplingParams(
-        n=4, temperature=0.9, max_tokens=20, logprobs=0, ignore_eos=True, detokenize=False, seed=7
-    )
-    asked = [{"prompt_token_ids": text} for text in texts]
-    with engine(folder) as llm:
-        outputs, again = (llm.generate(asked, sampling, use_tqdm=False) for _ in range(2))
-    samples = [(text, sample) for text, output in zip(texts, outputs) for sample in output.outputs]
-    assert [list(s.token_ids) for o in again for s in o.outputs] == [list(s.token_ids) for _, s in samples]
-    assert len({tuple(sample.token_ids) for _, sample in samples}) == 16
-    for text, sample in samples:
-        ids = torch.tensor([[*text, *sample.token_ids]])
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(text) - 1 : -1]
-        wanted = logits.log_softmax(-1)[torch.arange(20), ids[0, len(text) :]]
-        found = torch.tensor([entry[token].logprob for entry, token in zip(sample.logprobs, sample.token_ids)])
-        # Sums of other orders: logits of about 10 in float32.
-        torch.testing.assert_close(found, wanted, atol=1e-3, rtol=0)
 
 
 def test_inputs_beyond_the_trained_length_and_beyond_undivided_passes(converted):

@@ -17,6 +17,8 @@ from hf_linear_attention.tested_architectures import supported_model_types
 from hf_linear_attention.vllm_plugin import families, heads, states
 
 
+# Not Llama: where vLLM compiles, as in test_decoders.py, it changes the class for the rest of the process.
+DECODER, PAD = "qwen2", {"pad_token_id": 0}
 # vLLM's softmax on CPUs, whose metadata encoders use, has no heads of less than 32 numbers.
 SMALL = SIZES | {"intermediate_size": 96, "num_attention_heads": 2, "initializer_range": 0.2, "pad_token_id": 0}
 DISTILBERT = {"vocab_size": VOCABULARY, "dim": 64, "n_layers": 3, "n_heads": 2, "hidden_dim": 96, "pad_token_id": 0}
@@ -31,6 +33,7 @@ EMBEDDINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "one of three": ("roberta", SMALL | {"num_labels": 3}),
     "some of four": ("modernbert", MODERNBERT | {"num_labels": 4, "problem_type": "multi_label_classification"}),
+    "by the last token": (DECODER, SIZES | {"intermediate_size": 96, "num_key_value_heads": 2, "num_labels": 3} | PAD),
     "a number": ("bert", SMALL | {"num_labels": 1, "problem_type": "regression"}),
 }
 ACTIVATIONS = {None: lambda logits: logits.softmax(-1), "multi_label_classification": torch.sigmoid}
@@ -125,10 +128,6 @@ def test_a_classifier_that_reads_more_is_refused(monkeypatch):
         head.pooling()
 
 
-# Not Llama: where vLLM compiles, as in test_decoders.py, it changes the class for the rest of the process.
-DECODER = "qwen2"
-
-
 @pytest.mark.parametrize("auto_class", [transformers.AutoModelForCausalLM, transformers.AutoModel])
 @torch.no_grad()
 def test_decoders_embed_a_text_by_its_last_token(tmp_path, auto_class):
@@ -139,38 +138,20 @@ def test_decoders_embed_a_text_by_its_last_token(tmp_path, auto_class):
     assert_embeddings(found, [model.base_model(torch.tensor([text])).last_hidden_state[0, -1] for text in texts])
 
 
-@torch.no_grad()
-def test_decoders_classify_a_text_by_its_last_token(tmp_path):
-    sizes = SIZES | {"intermediate_size": 96, "num_key_value_heads": 2, "num_labels": 3, "pad_token_id": 0}
-    model = save(tmp_path, transformers.AutoModelForSequenceClassification, DECODER, sizes, {"mechanism": "linear"})
-    texts = prompts(12)
-    with engine(tmp_path, **OPTIONS) as llm:
-        found = llm.classify(asked(texts), use_tqdm=False)
-    wanted = torch.cat([model(torch.tensor([text])).logits.softmax(-1) for text in texts])
-    torch.testing.assert_close(torch.tensor([output.outputs.probs for output in found]), wanted, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize(
-    ("kind", "is_decoder", "message"),
+    ("kind", "is_decoder", "architectures", "message"),
     [
-        ("albert", False, "`albert`: all its layers are one module"),
-        ("splinter", False, "`splinter`: this encoder was not compared"),
-        ("roberta", True, "`roberta`: as a decoder"),
-        ("mpt", None, "`mpt`: it asks for an attention mask"),
-        ("codegen", None, "`codegen`: this decoder was not compared"),
+        ("albert", False, None, "`albert`: all its layers are one module"),
+        ("splinter", False, None, "`splinter`: this encoder was not compared"),
+        ("roberta", True, None, "`roberta`: as a decoder"),
+        ("mpt", None, None, "`mpt`: it asks for an attention mask"),
+        ("codegen", None, None, "`codegen`: this decoder was not compared"),
+        ("bert", False, ["LinearBertForTokenClassification"], "`bert`: of encoders it has embeddings and classes"),
     ],
 )
-def test_families_that_vllm_would_compute_wrongly_are_refused(kind, is_decoder, message):
-    config = SimpleNamespace(stock_model_type=kind, is_decoder=is_decoder, architectures=None)
+def test_families_that_vllm_would_compute_wrongly_are_refused(kind, is_decoder, architectures, message):
+    config = SimpleNamespace(stock_model_type=kind, is_decoder=is_decoder, architectures=architectures)
     with pytest.raises(ValueError, match=message):
-        families.refuse_family(config)
-
-
-def test_classes_of_tokens_are_refused():
-    config = SimpleNamespace(
-        stock_model_type="bert", is_decoder=False, architectures=["LinearBertForTokenClassification"]
-    )
-    with pytest.raises(ValueError, match="`bert`: of encoders it has embeddings and classes of texts"):
         families.refuse_family(config)
 
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 from conftest import HYBRID, LLAMA, SIZES, VOCABULARY, WIDE, engine, prompts, save_converted
 
+from hf_linear_attention.vllm_plugin import OPERATOR, register
 from hf_linear_attention.vllm_plugin.families import refuse_other_values
 from hf_linear_attention.vllm_plugin.heads import match_logits
 
@@ -85,3 +86,21 @@ def test_values_of_another_width_are_refused():
     refuse_other_values(SimpleNamespace(linear_attention=mechanism, v_head_dim=16))
     with pytest.raises(ValueError, match="values of 8 numbers and keys of 16"):
         refuse_other_values(SimpleNamespace(linear_attention=mechanism, v_head_dim=8))
+
+
+def test_a_second_registration_changes_nothing(caplog):
+    """`register` tells vLLM each name once, however often vLLM calls it."""
+    from vllm import ModelRegistry
+    from vllm.config import CompilationConfig
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    def names():
+        return [*ModelRegistry.get_supported_archs()], [*CompilationConfig._attention_ops], {*MODELS_CONFIG_MAP}
+
+    register()
+    architectures, operators, _ = before = names()
+    register()
+    assert names() == before
+    assert {"LinearLlamaForCausalLM", "LinearGPT2LMHeadModel", "LinearBertModel"} <= {*architectures}
+    assert operators.count(f"vllm::{OPERATOR}") == 1
+    assert "hf-linear-attention" not in caplog.text
