@@ -103,26 +103,6 @@ def test_it_is_the_closed_form_of_the_moments_of_the_stock_model(family):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("family", ["bert", "llama"])
-def test_batching_and_the_content_of_padding_change_nothing(family):
-    batches, found = padded_batches(), []
-    other = [
-        {**batch, "input_ids": torch.where(batch["attention_mask"] > 0, batch["input_ids"], 7)} for batch in batches
-    ]
-    for variant in (batches, other):
-        model = convert(stock_model(family), **SETTINGS)
-        calibrate(model, variant)
-        found.append(torch.stack(norm_weights(model)))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)
-    if family == "llama":
-        return  # the positions of left-padded rows differ from those of the same rows alone
-    alone = [{"input_ids": ids[mask > 0][None]} for batch in batches[::2] for ids, mask in zip(*map(batch.get, batch))]
-    models = [convert(stock_model(family), **SETTINGS) for _ in range(2)]
-    assert calibrate(models[0], batches[::2]) == calibrate(models[1], alone)
-    # Sums over other numbers of rows, in another order.
-    torch.testing.assert_close(*(torch.stack(norm_weights(model)) for model in models), rtol=1e-5, atol=0)
-
-
 def test_a_model_without_constants_is_not_run(monkeypatch):
     model = convert(stock_model("llama"), mechanism="performer", num_features=16)
     other = convert(stock_model("llama"), **SETTINGS)
@@ -193,26 +173,3 @@ def test_a_vision_model_is_calibrated_on_images(tmp_path):
     without, with_ = (AutoModel.from_pretrained(tmp_path / name) for name in ("without", "with"))
     assert not torch.cat(norm_weights(without)).any()
     assert (torch.cat(norm_weights(with_)) < 0).all()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--calibration_file", "TEXT"], ["`hybrid` with these settings has nothing to calibrate"]),
-        ([*FAVOR, "--calibration_file", "nowhere.txt"], ["'nowhere.txt': there is no such file"]),
-        ([*FAVOR, "--calibration_file", "."], ["`--calibration_file` = '.': give a file named *.txt, *.jsonl"]),
-        ([*FAVOR, "--calibration_file", "EMPTY"], ["`--calibration_file`: ", "holds no text"]),
-        ([*FAVOR, "--calibration_file", "COLUMNS"], ["`text` is not a column of ", "columns.csv"]),
-    ],
-)
-def test_what_cannot_be_calibrated_on_is_refused(llama, tmp_path, words, said):
-    files = {"TEXT": tmp_path / "a.txt", "EMPTY": tmp_path / "empty.txt", "COLUMNS": tmp_path / "columns.csv"}
-    files["TEXT"].write_text("A text.")
-    files["EMPTY"].write_text("\n")
-    files["COLUMNS"].write_text("title\nx\n")
-    words = [files.get(word, word) for word in words]
-    code, out, err = run("--model_name_or_path", llama, "--output_dir", tmp_path / "out", *words)
-    assert (code, out) == (2, "")
-    assert err.splitlines()[-1].startswith("convert_checkpoint.py: error: ")
-    assert all(part in err for part in said), err
-    assert not (tmp_path / "out").exists()

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import yaml
 from checkpoints import run, save_twin
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-from hf_linear_attention.conversion import pipeline
 from hf_linear_attention.conversion.arguments import ConversionArguments, mechanism_arguments, parse
+from hf_linear_attention.conversion.commands import main
 from hf_linear_attention.mechanisms.registry import MECHANISMS
+from hf_linear_attention.training.recipe_parser import parse_options
 
 
-SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
 
 @pytest.mark.parametrize(
@@ -30,6 +28,7 @@ SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
         (["--num_features", "many"], ["`--num_features many`", "a whole number"]),
         (["--dtype", "int8"], ["`--dtype int8`", "bfloat16"]),
         (["--layers", "4-2"], ["'4-2'", "backwards"]),
+        (["--calibration_file", CONSTRAINTS], ["`hybrid` with these settings has nothing to calibrate"]),
         (["--layers", "1,9"], ["`layers` names [9]", "0 to 2"]),
         (["--attention", "performer", "--feature_map", "exp"], ["`feature_map` is not an option", "`performer`"]),
         (["--attention", "linformer"], ["`linformer` has no causal form", "`linear`, `performer`"]),
@@ -104,34 +103,10 @@ def test_every_mechanism_option_is_a_flag_and_only_given_ones_are_settings(tmp_p
     assert "seed" not in parse([*linformer, "mean-pool"]).settings_over({})
 
 
-def test_a_yaml_file_gives_defaults_that_flags_override(tmp_path):
-    path = tmp_path / "defaults.yaml"
-    values = {"model_name_or_path": "x", "output_dir": "y", "num_features": 8, "layers": [0, 2], "overwrite": True}
-    path.write_text(yaml.safe_dump(values))
-    request = parse(["--config", str(path), "--num_features", "32"])
-    assert request.settings_over({}) == {"mechanism": "linear", "layers": [0, 2], "num_features": 32}
-    assert request.arguments.overwrite
-
-
-def test_a_failure_on_the_way_is_one_line_and_exit_code_1(llama, tmp_path, monkeypatch):
-    def fail(conversion):
-        raise KeyError("lost\nsomething")
-
-    monkeypatch.setattr(pipeline, "load_converted", fail)
-    words = ("--model_name_or_path", llama, "--output_dir", tmp_path / "out")
-    code, out, err = run(*words)
-    assert (code, out) == (1, "")
-    assert err.splitlines()[-1].startswith("convert_checkpoint.py: failed: 'lost")
-    assert "Traceback" not in err
-    assert "KeyError; HF_LINEAR_ATTENTION_DEBUG=1" in err
-    monkeypatch.setenv("HF_LINEAR_ATTENTION_DEBUG", "1")
-    with pytest.raises(KeyError):
-        run(*words)
-
-
-def test_the_python_of_the_summary_runs(llama, tmp_path):
-    out_dir = tmp_path / "out"
-    code, out, err = run("--model_name_or_path", llama, "--output_dir", out_dir, "--num_features", 16)
+def test_the_hints_of_the_summary_run(llama, tmp_path):
+    out_dir, text = tmp_path / "out", tmp_path / "text.txt"
+    words = ("--model_name_or_path", llama, "--output_dir", out_dir, "--num_features", 16)
+    code, out, err = run("convert", *words, command=main)
     assert code == 0
     # Nothing of transformers' report about "newly initialized" weights, nor its bars.
     assert err.splitlines() == [f"loading {llama}", "verifying"]
@@ -139,9 +114,11 @@ def test_the_python_of_the_summary_runs(llama, tmp_path):
     scope: dict = {}
     exec("\n".join(line.strip() for line in out[start:].splitlines()[:2]), scope)
     assert type(scope["model"]).__name__ == "LinearLlamaForCausalLM"
-    words = out[out.index("  python ") :].replace("\\\n", " ").split()
+    words = out[out.index("  hf-linear-attention finetune") :].split("\n\n")[0].replace("\\\n", " ").split()[2:]
     assert words[words.index("--teacher_name_or_path") + 1] == str(llama)
-    assert Path(words[1]).is_file()
+    words[words.index("TEXT.jsonl")] = str(text)
+    text.write_text("Some text.\n")
+    assert parse_options(words).objective.logits_kl_weight == 1.0
 
 
 def test_a_missing_head_is_said_in_our_own_words(tmp_path):
@@ -157,15 +134,3 @@ def test_a_missing_head_is_said_in_our_own_words(tmp_path):
     assert "warning: the checkpoint does not contain cls.predictions.bias" in err
     assert "class       BertForMaskedLM -> LinearBertForMaskedLM" in out
     assert "not in the checkpoint" in out
-
-
-def test_it_starts_from_any_folder(llama, tmp_path):
-    """And imports nothing that only trainings need."""
-    words = [sys.executable, "-X", "importtime", SCRIPT, "--model_name_or_path", str(llama), "--dry_run"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "LinearLlamaForCausalLM" in done.stdout
-    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
-    ours = {f"hf_linear_attention.training.{name}" for name in ("data.rows", "evaluation.retention", "run")}
-    assert "hf_linear_attention.conversion.pipeline" in imported
-    assert not ({"datasets", "evaluate", "peft"} | ours) & imported

@@ -13,7 +13,6 @@ import pytest
 from hf_linear_attention import __version__
 from hf_linear_attention._common.command_line import typed_as, typed_name
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.conversion import commands
 from hf_linear_attention.conversion.commands import COMMANDS, main
 from hf_linear_attention.training import recipe_parser
 
@@ -47,15 +46,6 @@ def test_every_command_speaks_of_itself(name, capsys):
     assert {"convert", "finetune", "evaluate"} <= set(THERE)
 
 
-def test_hints_are_commands_that_can_be_typed(llama, tmp_path, capsys):
-    assert main(["convert", "--model_name_or_path", str(llama), "--output_dir", str(tmp_path / "out")]) == 0
-    out = capsys.readouterr().out
-    words = out[out.index("  hf-linear-attention finetune") :].split("\n\n")[0].replace("\\\n", " ").split()[2:]
-    words[words.index("TEXT.jsonl")] = str(tmp_path / "text.txt")
-    (tmp_path / "text.txt").write_text("Some text.\n")
-    assert recipe_parser.parse_options(words).objective.logits_kl_weight == 1.0
-
-
 def test_an_installed_script_keeps_its_name(monkeypatch):
     assert typed_name("finetune.py") == "finetune.py"
     monkeypatch.setattr(sys, "argv", ["/usr/bin/hf-linear-attention-finetune"])
@@ -74,13 +64,6 @@ def test_a_config_of_the_package_needs_no_path(tmp_path, monkeypatch):
         recipe_parser.parse_options(["--config", "distil", *shared])
     (tmp_path / "distil_causal_lm").write_text("task: causal_lm\nlogits_kl_weight: 1.0\nmax_length: 8\n")
     assert recipe_parser.parse_options(["--config", "distil_causal_lm", *shared]).data.max_length == 8
-
-
-def test_evaluate_takes_the_original_from_the_report(linear_llama, llama):
-    arguments = commands.evaluation_arguments(
-        ["--model_name_or_path", str(linear_llama), "--validation_file", "v.txt", "--max-eval-tokens", "99"]
-    )
-    assert (arguments.teacher_name_or_path, arguments.max_eval_tokens) == (str(llama), 99)
 
 
 TEXT = Path(__file__).parents[2] / "constraints.txt"
@@ -103,14 +86,6 @@ def test_evaluate_names_its_own_options(words, said, capsys):
     err = capsys.readouterr().err
     assert re.search(said, err), err
     assert err.startswith("hf-linear-attention evaluate: error: ")
-
-
-def test_the_module_is_the_command():
-    folder = Path(commands.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_linear_attention", "--version"], cwd=folder, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (0, f"{commands.versions()}\n")
 
 
 def test_ctrl_c_after_the_end_is_no_traceback():

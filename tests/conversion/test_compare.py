@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, Bert
 from hf_linear_attention import convert
 from hf_linear_attention.conversion import model_speed
 from hf_linear_attention.conversion.commands import compare as main
-from hf_linear_attention.conversion.comparison import describe_comparison, preset_for, recommendation
+from hf_linear_attention.conversion.comparison import preset_for, recommendation
 from hf_linear_attention.conversion.model_speed import first_faster
 
 
@@ -34,7 +34,7 @@ def test_one_row_per_mechanism_before_and_after_a_training(llama, tmp_path):
     out = tmp_path / "out"
     code, shown, err = answer(
         *("--model_name_or_path", llama, "--mechanisms", "hybrid,performer,nystrom", "--train_file", text),
-        *("--tokens", "2k", "--output_dir", out),
+        *("--tokens", "500", "--output_dir", out),
     )
     assert code == 0, err
     assert files(out) == ["comparison.json"]
@@ -149,19 +149,9 @@ def test_the_recommendation_is_one_sentence_about_the_nearest():
     assert "nothing to recommend" in recommendation({**content, "mechanisms": [{"refused": "x"}]})
 
 
-def test_the_table_has_every_row():
-    lines = describe_comparison(content_of(row("linear", 0.1, 0.5, 256), {"mechanism": "aft", "refused": "why"}))
-    assert re.search(r"(?m)^linear +0.1000 +0.5000 +256 tokens +1,000 bytes +-$", lines)
-    assert "`aft` is refused: why" in lines
-
-
 @pytest.mark.parametrize(
     ("mechanism", "direction", "preset"),
-    [
-        ("hybrid", "causal", "default"), ("linear", "causal", "linear"), ("linear", "bidirectional", "default"),
-        ("performer", "causal", "performer"), ("nystrom", "bidirectional", "default"),
-        ("linformer", "bidirectional", "linformer"), ("gated_delta", "causal", "gated_delta"),
-    ],
-)  # fmt: skip
+    [("hybrid", "causal", "default"), ("linear", "causal", "linear"), ("linear", "bidirectional", "default")],
+)
 def test_the_preset_of_a_mechanism(mechanism, direction, preset):
     assert preset_for(mechanism, direction) == preset

@@ -15,14 +15,7 @@ from checkpoints import run
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion import doctor
 from hf_linear_attention.conversion.commands import doctor as main
-from hf_linear_attention.conversion.doctor import (
-    BROKEN,
-    LIBRARIES,
-    NOTE,
-    OK,
-    environment_findings,
-    folder_findings,
-)
+from hf_linear_attention.conversion.doctor import BROKEN, LIBRARIES, NOTE, OK, environment_findings, folder_findings
 from hf_linear_attention.kernels.cpu import KernelBackend
 
 
@@ -59,6 +52,7 @@ def test_edited_code_is_told_from_the_installed_one(folder):
     for name, text, kind in (
         ("configuration", None, NOTE),
         ("modeling", "# empty\n", BROKEN),
+        ("modeling", "class (", BROKEN),
         ("modeling", "other = True\n", NOTE),
     ):
         path = folder / f"{name}_linear_attention.py"
@@ -73,8 +67,9 @@ def test_a_damaged_config(folder):
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "linear_attention": {"mechanism": "none such"}}))
     assert found(folder, "files").kind == BROKEN
-    path.write_text("{")
-    assert found(folder, "config.json").kind == BROKEN
+    for damage in ("{", "[]"):
+        path.write_text(damage)
+        assert found(folder, "config.json").kind == BROKEN
 
 
 def test_what_is_no_converted_model_is_a_usage_error(llama, tmp_path):

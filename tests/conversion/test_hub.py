@@ -11,7 +11,7 @@ from typing import ClassVar
 import huggingface_hub
 import pytest
 import yaml
-from checkpoints import convert_folder, files, run
+from checkpoints import files, run
 from huggingface_hub import constants
 
 from hf_linear_attention.conversion.commands import main
@@ -104,15 +104,15 @@ def test_the_folder_is_one_commit_without_paths_of_this_machine(llama, tmp_path,
     assert 'from_pretrained("user/model", trust_remote_code=True)' in card
 
 
-def test_a_trained_model_is_shown_and_pushed_without_its_checkpoints(llama, tmp_path, hub, capsys):
-    out, trained, text = tmp_path / "out", tmp_path / "trained", tmp_path / "a.txt"
-    convert_folder(llama, out, "--attention", "linear", "--no_verify")
+def test_a_trained_model_is_shown_and_pushed_without_its_checkpoints(linear_llama, tmp_path, hub, capsys):
+    trained, text = tmp_path / "trained", tmp_path / "a.txt"
     text.write_text("\n\n".join(f"Some text of some words, number {place}." for place in range(20)))
     words = ["finetune", "--task", "causal_lm", "--output_dir", str(trained), "--push_to_hub=user/model"]
-    assert main([*words, "--model_name_or_path", str(out), "--validation_file", str(text)]) == 1
+    words += ["--model_name_or_path", str(linear_llama), "--validation_file", str(text)]
+    assert main(words) == 1
     assert "nothing was trained" in capsys.readouterr().err
-    words += ["--model_name_or_path", str(out), "--train_file", str(text), "--max_train_tokens", "100"]
-    assert main([*words, "--checkpointing_steps", "1", "--validation_file", str(text), "--overwrite_output_dir"]) == 0
+    words += ["--train_file", str(text), "--max_train_tokens", "100", "--checkpointing_steps", "1"]
+    assert main([*words, "--overwrite_output_dir"]) == 0
     page = (trained / "report.html").read_text()
     assert "Trained: nats per token" in page
     assert "not trained" not in page

@@ -24,7 +24,7 @@ def healed(llama, text, tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("healed") / "out"
     code, stdout, stderr = run(
         *("--model_name_or_path", llama, "--output_dir", out, *SIZED, "--preset", "default", "--train_file", text),
-        *("--tokens", "2k", "--validation_file", text, "--max_eval_tokens", 400, "--max_eval_length", 64),
+        *("--tokens", "500", "--validation_file", text, "--max_eval_tokens", 400, "--max_eval_length", 64),
     )
     assert code == 0, stderr
     return {"folder": out, "stdout": stdout, "report": json.loads((out / "conversion_report.json").read_text())}

@@ -7,10 +7,8 @@ import json
 import pytest
 import safetensors.torch
 import torch
-from caches import cache_of
 from checkpoints import convert_folder, files, run, save_twin
-from matrix import DECODERS, FAMILY_ROWS
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from matrix import FAMILY_ROWS
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
@@ -18,13 +16,6 @@ from hf_linear_attention.conversion.plan import make_plan
 from hf_linear_attention.conversion.source import Source, open_source
 
 
-SMALL = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 LINEAR = {"mechanism": "linear", "num_features": 16}
 
 
@@ -44,19 +35,6 @@ def test_the_plan_is_what_the_conversion_does(family, tmp_path):
     assert plan.weights["total"] == sum(
         tensor.numel() for tensor in {t.data_ptr(): t for t in model.state_dict().values()}.values()
     )
-
-
-@pytest.mark.parametrize(
-    ("family", "mechanism"), [(family, ("linear", "performer")[place % 2]) for place, family in enumerate(DECODERS)]
-)
-def test_state_bytes_are_those_of_a_real_cache(family, mechanism, tmp_path):
-    stock = save_twin(tmp_path / "source", family)
-    settings = {"mechanism": mechanism, "num_features": 16}
-    plan = make_plan(open_source(str(tmp_path / "source")), settings)
-    model = convert(stock, **settings)
-    with torch.no_grad():
-        cache = cache_of(model(input_ids=torch.randint(3, 64, (1, 50)), use_cache=True))
-    assert [layer.state_bytes for layer in plan.layers] == [layer.state_bytes() for layer in cache.layers]
 
 
 def test_state_bytes_are_those_of_the_dtype_of_the_checkpoint(tmp_path):
@@ -117,32 +95,3 @@ def test_what_a_linear_layer_cannot_keep_is_listed(tmp_path):
     code, out, _ = run("--model_name_or_path", tmp_path / "mistral", "--dry_run", "--drop", "sliding_window")
     assert code == 0
     assert "sees the nearest 8 tokens only" in out
-
-
-def test_sources_that_do_not_fit_their_config(llama, tmp_path):
-    folder = tmp_path / "source"
-    save_twin(folder, "llama")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 65}))
-    code, _, err = run("--model_name_or_path", folder, "--dry_run")
-    assert code == 2
-    assert "does not fit its config.json" in err
-    assert "`model.embed_tokens.weight` is [64, 32] in the file, [65, 32] by config.json" in err
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    code, _, err = run("--model_name_or_path", folder, "--dry_run")
-    assert code == 2
-    assert "is quantized (gptq)" in err
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(b"no such thing")
-    code, _, err = run("--model_name_or_path", folder, "--dry_run")
-    assert code == 2
-    assert "model.safetensors cannot be used (SafetensorError: " in err
-
-
-def test_capped_logits_are_refused_and_not_ignored(tmp_path):
-    config = Gemma2Config(vocab_size=64, head_dim=8, **SMALL, attn_logit_softcapping=30.0)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma2")
-    code, _, err = run("--model_name_or_path", tmp_path / "gemma2", "--dry_run")
-    assert code == 2
-    assert "caps its logits at 30.0" in err
-    assert run("--model_name_or_path", tmp_path / "gemma2", "--dry_run", "--layers", "none")[0] == 0

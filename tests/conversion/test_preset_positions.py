@@ -32,11 +32,11 @@ def test_frequencies_turn_within_the_longest_sequence_of_the_training(tmp_path):
     save_twin(tmp_path, "llama")
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "max_position_embeddings": 100_000}))
+    path.write_text(json.dumps({**config, "max_position_embeddings": 1_000}))
     plan = make_plan(open_source(str(tmp_path)), {"mechanism": "hybrid", "rope": "partial", "decay": "learned"})
     layers = plan.num_layers
-    # Wavelengths of 6.3, 63, 628 and 6,283 tokens: all turn within 100,000, two within the 512 of the training.
-    assert plan.settings["rope_frequencies"] == [4] * layers
+    # Wavelengths of 6.3, 63, 628 and 6,283 tokens: three turn within 1,000, two within the 512 of the training.
+    assert plan.settings["rope_frequencies"] == [3] * layers
     assert with_healed_frequencies({}, plan, "default") == {"rope_frequencies": [2] * layers}
     code, out, err = dry_run(tmp_path)
     assert code == 0, err

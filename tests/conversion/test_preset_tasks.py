@@ -94,7 +94,7 @@ def test_conversations_are_learned_and_measured(tmp_path: Path) -> None:
             for n in range(count)
         ]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    more = ("--tokens", "1k", "--window_size", 4, "--num_features", 8)
+    more = ("--tokens", "500", "--window_size", 4, "--num_features", 8)
     code, text, err = run(*command_of(tmp_path, *more))
     assert code == 0, err
     assert "give a `--validation_file` of held-out text, here or with" in text

@@ -25,7 +25,6 @@ from hf_linear_attention.modeling_linear_attention import linear_model_class
 from hf_linear_attention.training.presets import load_preset
 
 
-WINDOW = ("--window_size", 4, "--num_exact_keys", 4, "--num_features", 8)
 SMALL = {"window_size": 4, "num_features": 8}
 
 
@@ -48,7 +47,6 @@ def same_weights(one: Path, two: Path) -> bool:
         ("llama", ["--attention", "0-1:hybrid,2-:linear", "--window_size", "0:8,1:4", "--seed", "3"]),
         ("llama", ["--attention", "performer", "--seed", "5", "--layers", "0,2", "--dtype", "bfloat16"]),
         ("llama", ["--attention", "hybrid", "--state_bytes", "20000", "--softmax_layers", "1"]),
-        ("llama", ["--attention", "linear", "--decay", "gated", "--input_gate", "true"]),
         ("bert", ["--attention", "linformer", "--projection_size", "8,6,4", "--projection", "random"]),
     ],
 )
@@ -69,17 +67,24 @@ def test_a_recipe_makes_the_same_weights(family, given, tmp_path):
         assert not same_weights(tmp_path / "one", tmp_path / "three")
 
 
-def test_a_recipe_repeats_a_preset(llama, text, tmp_path):
-    words = ("--model_name_or_path", llama, "--preset", "default", "--train_file", text, "--tokens", "2k", *WINDOW)
-    words += ("--allow_missing",)
+def test_a_recipe_and_python_repeat_a_preset(llama, text, tmp_path):
+    words = ("--model_name_or_path", llama, "--preset", "default", "--train_file", text, "--tokens", "500")
+    words += ("--window_size", 4, "--num_features", 8, "--allow_missing")
     code, _, err = run(*words, "--output_dir", tmp_path / "one")
     assert code == 0, err
     values = yaml.safe_load((tmp_path / "one" / RECIPE).read_text())
-    assert (values["preset"], values["tokens"], values["attention"]) == ("default", 2000, "hybrid")
+    assert (values["preset"], values["tokens"], values["attention"]) == ("default", 500, "hybrid")
     assert values["allow_missing"] is True
     assert "overwrite" not in values
-    assert run("--config", tmp_path / "one" / RECIPE, "--output_dir", tmp_path / "two")[0] == 0
-    assert same_weights(tmp_path / "one", tmp_path / "two")
+    model = convert_and_heal(str(llama), "default", text, output_dir=tmp_path / "kept", tokens="500", **SMALL)
+    model.save_pretrained(tmp_path / "out")
+    assert type(model).__name__ == "LinearLlamaForCausalLM"
+    assert not model.training
+    assert {"README.md", "conversion_report.json", "training_report.json", RECIPE} <= set(files(tmp_path / "out"))
+    assert same_weights(tmp_path / "one", tmp_path / "kept")
+    assert same_weights(tmp_path / "kept", tmp_path / "out")
+    again = convert_and_heal(str(llama), values)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
 
 
 def test_the_default_settings_are_those_of_the_preset():
@@ -117,24 +122,12 @@ def test_converted_cross_attention_gets_a_mechanism_that_has_a_form_for_it(tmp_p
     assert "seq2seq_lm" in error
 
 
-def test_five_lines_of_python(llama, text, tmp_path):
-    options = {"tokens": "500", "validation_file": text, **SMALL}
-    model = convert_and_heal(str(llama), "default", text, output_dir=tmp_path / "kept", **options)
-    model.save_pretrained(tmp_path / "out")
-    assert type(model).__name__ == "LinearLlamaForCausalLM"
-    assert not model.training
-    assert {"README.md", "conversion_report.json", "training_report.json", RECIPE} <= set(files(tmp_path / "out"))
-    assert same_weights(tmp_path / "kept", tmp_path / "out")
-    again = convert_and_heal(str(llama), yaml.safe_load((tmp_path / "kept" / RECIPE).read_text()))
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
-
-
 @pytest.mark.parametrize("named", [False, True])
 def test_what_was_given_in_memory_is_named_so(named, llama, text, tmp_path):
     """No file names a folder that is removed, and the model is called what the loaded one was."""
     stock, texts = AutoModelForCausalLM.from_pretrained(llama), [text.read_text()[:3000]]
     stock.name_or_path = "me/tiny-llama" if named else ""
-    options = {"tokens": "500", "tokenizer": AutoTokenizer.from_pretrained(llama), **SMALL}
+    options = {"tokens": "50", "tokenizer": AutoTokenizer.from_pretrained(llama), **SMALL}
     model = convert_and_heal(stock, "default", texts, **options)
     model.save_pretrained(tmp_path / "out")
     everything = "".join(path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix in (".md", ".json"))

@@ -105,7 +105,7 @@ def test_with_a_preset_the_layers_are_chosen_before_the_last_stage(llama, text, 
     out = tmp_path / "out"
     code, stdout, stderr = run(
         *("--model_name_or_path", llama, "--output_dir", out, "--preset", "default", "--train_file", text),
-        *("--tokens", "2k", "--window_size", 4, "--num_features", 8, "--softmax_layers", "auto:1"),
+        *("--tokens", "500", "--window_size", 4, "--num_features", 8, "--softmax_layers", "auto:1"),
     )
     assert code == 0, stderr
     assert stderr.index("stage 2 of 2") < stderr.index("ranking the layers")

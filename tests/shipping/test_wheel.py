@@ -20,7 +20,7 @@ RUN = """
 import contextlib, io, json, runpy, sys
 # The finder of an editable installation would find the checkout first.
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
-sys.modules.update(dict.fromkeys(["accelerate", "datasets", "evaluate"]))  # None: there is no such module
+sys.modules.update(dict.fromkeys(["accelerate", "datasets", "evaluate", "peft"]))  # None: there is no such module
 results = []
 for words in json.loads(sys.argv[1]):
     sys.argv[:] = words
@@ -78,6 +78,7 @@ def results(wheel, tmp_path_factory) -> dict[str, tuple[int, str, str]]:
         "load": "load",
         "heal": f"{heal} --model_name_or_path=out --task=causal_lm --train_file=text.txt --output_dir=healed",
         "preset": f"{convert} --output_dir=two --preset=default --train_file=text.txt --tokens=1k",
+        "version": "hf_linear_attention --version",
         "help of convert": f"{convert} --help",
         "help of finetune": f"{heal} --help",
     }
@@ -93,6 +94,7 @@ def results(wheel, tmp_path_factory) -> dict[str, tuple[int, str, str]]:
 def test_without_the_extra_for_training_it_converts_and_says_what_training_needs(results):
     assert results["convert"][0] == 0, results["convert"]
     assert results["load"][1] == "LinearLlamaForCausalLM\n", results["load"]
+    assert results["version"][1].startswith("hf-linear-attention "), results["version"]
     for name in ("heal", "preset"):
         code, _, err = results[name]
         assert code == 2, err
