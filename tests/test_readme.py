@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from capability_table import architecture_table, capability_table, page_of
+from capability_table import HEALED_AS, architecture_table, capability_table, page_of
 
 from hf_linear_attention import supported_model_types
 from hf_linear_attention.mechanisms.registry import MECHANISMS
+from hf_linear_attention.training.tasks import TASKS
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +48,7 @@ def test_the_site_has_a_table_of_the_options(name, monkeypatch):
 
 def test_the_table_of_architectures_is_generated():
     assert architecture_table() in read("architectures.md")
+    assert {task for tasks in HEALED_AS.values() for task in tasks} == set(TASKS)
 
 
 def test_every_page_is_in_the_navigation():

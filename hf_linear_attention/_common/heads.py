@@ -67,15 +67,6 @@ BASES: dict[Inputs, Head] = {
     "sound": Head("AutoModel", "feature-extraction", inputs="sound"),
 }
 
-# The tasks that heal the architectures of `tested_architectures.py`, by kind; the head of a model decides among them.
-HEALED_AS = {
-    "decoders": ("causal_lm", "sequence_classification"),
-    "encoders": ("masked_lm", "embedding", "sequence_classification"),
-    "vision": ("image_classification", "image_embedding"),
-    "audio": (),
-    "encoder-decoders": ("seq2seq_lm",),
-}
-
 
 def head_of(class_name: str, inputs: Inputs = "text", is_encoder_decoder: bool = False) -> Head:
     """The head of a stock or converted class; an encoder without a head counts as one for embeddings.

@@ -44,9 +44,9 @@ def test_a_card_after_training_keeps_the_conversion_and_its_base_model(linear_ll
     facts = {
         "base_model": str(linear_llama),
         "settings": {"mechanism": "performer", "layers": [0, 2]},
-        "training": {"learning_rate": 0.001, "max_train_steps": None, "objective": {"logits_kl_weight": 1.0}},
+        "training": {"teacher": "/home/me/teacher", "max_train_steps": None, "objective": {"logits_kl_weight": 1.0}},
         "metrics": {"eval_loss": 1.23456},
-        "dataset": "stories.jsonl",
+        "dataset": "/home/me/stories.jsonl",
     }
     write_model_card(folder, facts)
     metadata, text = read_card(folder)
@@ -56,6 +56,8 @@ def test_a_card_after_training_keeps_the_conversion_and_its_base_model(linear_ll
     assert "| layers | 0, 2 |" in text
     assert "Data: stories.jsonl" in text
     assert "max_train_steps" not in text
+    assert "| teacher | teacher |" in text
+    assert "/home" not in text
     assert metadata["tags"] == ["linear-attention", "performer"]
     base = json.loads((folder / "conversion_report.json").read_text())["base_model"]
     assert f"`{Path(base).name}`" in text
@@ -68,10 +70,8 @@ def test_a_card_after_training_keeps_the_conversion_and_its_base_model(linear_ll
 @pytest.mark.parametrize(
     ("architecture", "auto_class", "tag"),
     [
-        ("BertForMaskedLM", "AutoModelForMaskedLM", "fill-mask"),
         ("BertForSequenceClassification", "AutoModelForSequenceClassification", "text-classification"),
         ("BertModel", "AutoModel", "feature-extraction"),
-        ("GPT2LMHeadModel", "AutoModelForCausalLM", "text-generation"),
         ("ViTForImageClassification", "AutoModelForImageClassification", "image-classification"),
     ],
 )
@@ -119,12 +119,7 @@ def test_the_card_says_of_other_weights_only_what_is_so(linear_llama, tmp_path):
     shutil.copytree(linear_llama, tmp_path / "healed")
     untouched = "All other weights and their names are those of the base model."
     assert untouched in read_card(linear_llama)[1]
-    for runs, is_so in (
-        (["mechanism"], True),
-        (["mechanism", "mechanism"], True),
-        (["mechanism", "all"], False),
-        ([None], False),
-    ):
+    for runs, is_so in ((["mechanism", "mechanism"], True), (["mechanism", "all"], False), ([None], False)):
         *earlier, last = [{"trainable": trainable} for trainable in runs]
         facts = {"base_model": "b", "settings": {"mechanism": "linear"}, "training": last, "earlier_training": earlier}
         write_model_card(tmp_path / "healed", facts)
@@ -157,18 +152,6 @@ def test_the_hub_can_read_base_model_data_and_results(linear_llama, tmp_path):
     from huggingface_hub import ModelCard
 
     assert ModelCard.load(folder / "README.md").data.eval_results[0].metric_value == 1.25
-
-
-def test_a_card_holds_no_path_of_the_author(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
-    training = {"teacher": "/home/me/secret/teacher"}
-    facts = {"base_model": "/home/me/secret/base", "training": training, "dataset": "/home/me/data.txt"}
-    write_model_card(tmp_path, facts)
-    metadata, text = read_card(tmp_path)
-    assert "/home" not in text
-    assert "base_model" not in metadata
-    assert "| teacher | teacher |" in text
-    assert "Data: data.txt" in text
 
 
 HOSTILE = "x\n\n<script>alert(1)</script>\n# owned\n[a](http://b) `c` www.b.example"

@@ -11,11 +11,8 @@ from architectures import inputs_of, tiny_model
 from checkpoints import convert_folder, run
 from transformers import AutoModel
 
-from hf_linear_attention._common.heads import HEALED_AS
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.result_text import healing_lines
-from hf_linear_attention.tested_architectures import ARCHITECTURES
-from hf_linear_attention.training.tasks import TASKS
 
 
 @pytest.mark.parametrize(
@@ -76,8 +73,3 @@ def test_the_hint_after_a_conversion_names_the_recipe_of_the_head(model_type, he
     else:
         path = Path(__file__).resolve().parents[2] / "training" / "configs" / recipe
         assert yaml.safe_load(path.read_text(encoding="utf-8"))["task"] == found.task
-
-
-def test_the_table_names_tasks():
-    assert {task for tasks in HEALED_AS.values() for task in tasks} == set(TASKS)
-    assert set(HEALED_AS) == set(ARCHITECTURES)

@@ -12,7 +12,6 @@ from page_reports import CONFIG, QUALITY, REPORT, RUNS
 
 from hf_linear_attention.conversion.figures import figures_of
 from hf_linear_attention.conversion.page import headline, next_step, page_of, write_page
-from hf_linear_attention.conversion.report import published_words
 
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -167,10 +166,3 @@ def test_it_is_made_again_from_the_files_in_the_folder(tmp_path):
     assert write_page(tmp_path) == tmp_path / "report.html"
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == first
     assert f"<title>{tmp_path.name}: Good: nearly as good" in first
-
-
-def test_a_published_command_has_no_folder_of_the_author():
-    options = {"model_name_or_path": "/home/me/model", "train_file": "/data/secret/a.jsonl", "overwrite": True}
-    assert published_words(options) == [
-        "--model_name_or_path", "model", "--train_file", "a.jsonl", "--overwrite",
-    ]  # fmt: skip

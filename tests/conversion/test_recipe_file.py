@@ -6,7 +6,6 @@ import json
 import logging
 import shutil
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -26,14 +25,6 @@ from hf_linear_attention.training.presets import load_preset
 
 
 SMALL = {"window_size": 4, "num_features": 8}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    """A file of Python's documentation."""
-    file = tmp_path_factory.mktemp("texts") / "train.txt"
-    file.write_text("\n\n".join(topics[name] for name in sorted(topics)[:4]), encoding="utf-8")
-    return file
 
 
 def same_weights(one: Path, two: Path) -> bool:

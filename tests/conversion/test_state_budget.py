@@ -5,19 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from caches import cache_of
-from checkpoints import save_twin
 from transformers import AutoConfig, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention.conversion.plan import LINEAR_SHARE, VECTOR, split_budget, state_bytes, with_budget
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("budget") / "llama"
-    save_twin(folder, "llama")
-    return folder
 
 
 def size_of(folder, dtype=torch.float32, **settings) -> int:

@@ -1,10 +1,8 @@
 """What the documentation shows runs: its commands, its Python, and the outputs that it prints.
 
-Every fenced block of README, CONTRIBUTING, docs/ and of the docstrings of the scripts runs in the order of its page, in
-a folder with what the page takes for granted: tiny random models, the real MiniLM where a page names it, text that
-CPython carries. Trainings have smaller budgets; nothing else is changed. What a page prints below is compared exactly
-where its inputs are its own, else with other figures (`form`). Where a command cannot run here, `ELSEWHERE` says what
-runs it.
+Every fenced block runs in the order of its page, in a folder with what the page takes for granted: tiny random models,
+the real MiniLM where a page names it, text that CPython carries. Trainings have smaller budgets. What a page prints is
+compared exactly where its inputs are its own, else with other figures (`form`).
 """
 
 from __future__ import annotations

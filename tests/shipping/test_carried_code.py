@@ -6,7 +6,6 @@ import ast
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -83,24 +82,6 @@ def test_models_configs_and_merged_adapters(llama, tmp_path):
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
     for name in ("model", "config", "merged"):
         check(tmp_path / name)
-
-
-def test_uploads(llama, tmp_path, monkeypatch):
-    """What `push_to_hub` finds when it uploads, in its own folder or the user's."""
-    uploaded = []
-    api = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name))
-    for module in ("modeling_utils", "configuration_utils", "utils.hub"):
-        monkeypatch.setattr(f"transformers.{module}.hf_api", lambda: api)
-    monkeypatch.setattr(
-        transformers.utils.PushToHubMixin,
-        "_upload_modified_files",
-        lambda self, folder, *args, **options: uploaded.append(check(Path(folder))),
-    )
-    model = convert(llama, mechanism="linear")
-    model.push_to_hub("name")
-    model.save_pretrained(str(tmp_path / "model"), push_to_hub=True)
-    model.config.save_pretrained(str(tmp_path / "config"), push_to_hub=True)
-    assert len(uploaded) == 3
 
 
 def test_what_is_left_of_another_version_goes_and_what_is_not_ours_stays(llama, tmp_path):

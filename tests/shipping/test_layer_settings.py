@@ -9,7 +9,6 @@ from matrix import sample_inputs, stock_config, stock_model
 from hf_linear_attention import convert
 from hf_linear_attention.conversion.softmax_choice import with_softmax_layers
 from hf_linear_attention.model_conversion import convert_config
-from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
 HYBRID = {"mechanism": "hybrid", "window_size": 4, "num_features": 8, "layers": [0]}
@@ -19,16 +18,6 @@ FITTED = {"mechanism": "performer", "features": "favor++", "num_features": 8, "l
 @pytest.fixture(scope="module")
 def model():
     return convert(stock_model("llama"), settings=[HYBRID, FITTED])
-
-
-def test_every_layer_has_its_own_mechanism(model):
-    found = {m.linear_attention.shape.layer: m.linear_attention for m in linear_attention_modules(model).values()}
-    assert {layer: m.settings["mechanism"] for layer, m in found.items()} == {0: "hybrid", 2: "performer"}
-    assert all(model.config.settings_of(layer) == m.settings for layer, m in found.items())
-    assert model.config.settings_of(1) is None
-    assert model.config.settings_of(0)["num_sinks"] == 4  # filled in
-    single = convert_config(stock_config("llama"), mechanism="performer")
-    assert single.settings_of(1) == single.linear_attention
 
 
 def test_it_computes_what_the_layers_compute_in_models_of_their_own(model):

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_linear_attention._common.heads import HEALED_AS
 from hf_linear_attention.mechanisms.base import AttentionMechanism
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.tested_architectures import ARCHITECTURES, NEED_DROP, REFUSED
@@ -27,6 +26,14 @@ COLUMNS = {
     "padding": "padding",
     "grouped queries": "gqa",
     "ALiBi, in decoders": "alibi",
+}
+# The tasks that imitate an original, by the kind of its architecture.
+HEALED_AS = {
+    "decoders": ("causal_lm", "sequence_classification"),
+    "encoders": ("masked_lm", "embedding", "sequence_classification"),
+    "vision": ("image_classification", "image_embedding"),
+    "audio": (),
+    "encoder-decoders": ("seq2seq_lm",),
 }
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "mechanisms.md"
 
@@ -65,10 +72,7 @@ def _mark(mechanism: type[AttentionMechanism], capability: str) -> str:
 
 
 def architecture_table() -> str:
-    """A Markdown table with a row per kind of architecture, per feature that needs `drop`, and per refusal.
-
-    The column `healed as` has the tasks of `training/finetune.py` that imitate an original of that kind.
-    """
+    """A Markdown table with a row per kind of architecture, per feature that needs `drop`, and per refusal."""
     lines = ["| architecture | number | healed as | model types |", "| --- | --- | --- | --- |"]
     lines += [_row(kind, len(names), names, HEALED_AS[kind]) for kind, names in ARCHITECTURES.items()]
     lines += [_row(f"with `drop` = `{feature}`", "", names) for feature, names in NEED_DROP.items()]

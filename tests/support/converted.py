@@ -1,4 +1,4 @@
-"""Sources that many tests convert, made once, and timing that is brief, because no test is about the times."""
+"""Sources that many tests convert, made once, and brief measurements."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 from checkpoints import convert_folder, save_twin
 
 from hf_linear_attention.conversion import model_speed
+from hf_linear_attention.training.evaluation import recall
 
 
 @pytest.fixture(scope="session")
@@ -30,10 +31,12 @@ def linear_llama(llama, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def brief_timing():
-    """A layer is timed once at two lengths."""
+    """A layer is timed once at two lengths, and recall measured on two texts."""
+    rows = recall.recall_rows
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recall, "recall_rows", lambda stream, length, most, bos: rows(stream, length, min(most, 2), bos))
         patch.setattr(model_speed, "ROUNDS", 1)
         patch.setattr(model_speed, "STEPS", 1)
         patch.setattr(model_speed, "LONGEST", 256)

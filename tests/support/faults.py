@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import io
 import json
 import os
@@ -46,7 +47,8 @@ def limited() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _run(main: Any, words: tuple[object, ...]) -> Result:
+def _run(main: Any, *words: object) -> Result:
+    """A command in this process; returns exit code, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -58,19 +60,9 @@ def _run(main: Any, words: tuple[object, ...]) -> Result:
     return code, out.getvalue(), err.getvalue()
 
 
-def convert(*words: object) -> Result:
-    """`convert_checkpoint.py` in this process; returns exit code, stdout and stderr."""
-    return _run(convert_checkpoint.main, words)
-
-
-def finetune(*words: object) -> Result:
-    """`finetune.py` in this process; returns exit code, stdout and stderr."""
-    return _run(finetuning.main, words)
-
-
-def command(*words: object) -> Result:
-    """`hf-linear-attention` in this process; returns exit code, stdout and stderr."""
-    return _run(commands.main, words)
+convert = functools.partial(_run, convert_checkpoint.main)
+finetune = functools.partial(_run, finetuning.main)
+command = functools.partial(_run, commands.main)
 
 
 def words_of(**options: object) -> list[object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import multiprocessing
 import os
 import socket
@@ -59,21 +61,13 @@ def finish(processes: list[BaseProcess], timeout: float = 120) -> list[int | Non
     return codes
 
 
-def finetune(cache: Path, options: list[Any]) -> int:
-    """The command line of `finetune.py`; for `start`."""
+def _command(module: str, cache: Path, options: list[Any]) -> int:
+    """A command line; for `start`."""
     import datasets
 
-    from hf_linear_attention.training.finetune import main
-
     datasets.config.HF_DATASETS_CACHE = cache
-    return main([str(option) for option in options])
+    return importlib.import_module(f"hf_linear_attention.{module}").main([str(option) for option in options])
 
 
-def convert(cache: Path, options: list[Any]) -> int:
-    """The command line of `convert_checkpoint.py`; for `start`."""
-    import datasets
-
-    from hf_linear_attention.conversion.convert_checkpoint import main
-
-    datasets.config.HF_DATASETS_CACHE = cache
-    return main([str(option) for option in options])
+finetune = functools.partial(_command, "training.finetune")
+convert = functools.partial(_command, "conversion.convert_checkpoint")
