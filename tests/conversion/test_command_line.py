@@ -30,7 +30,6 @@ CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
         (["--layers", "4-2"], ["'4-2'", "backwards"]),
         (["--calibration_file", CONSTRAINTS], ["`hybrid` with these settings has nothing to calibrate"]),
         (["--layers", "1,9"], ["`layers` names [9]", "0 to 2"]),
-        (["--attention", "performer", "--feature_map", "exp"], ["`feature_map` is not an option", "`performer`"]),
         (["--attention", "linformer"], ["`linformer` has no causal form", "`linear`, `performer`"]),
         (["--projection_size", "3", "--max_length", "3"], ["`projection_size`", "`max_length`"]),
         (["--attention", "0-1:hybrid,1-:linear"], ["`mechanism` names layer 1 more than once"]),

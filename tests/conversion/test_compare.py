@@ -85,9 +85,6 @@ def test_a_model_without_figures_is_refused(tmp_path):
         (["--output_dir", "."], ["exists", "`--overwrite`"]),
         (["--output_dir", ".", "--overwrite"], ["holds more than a comparison"]),
         (["--overwrite"], ["needs `--output_dir`"]),
-        (["--train_file", "absent.txt"], ["`--train_file`", "give a file"]),
-        (["--train_file", __file__], ["`--train_file`", "give a file"]),
-        (["--mechanism", "hybrid"], ["--mechanism"]),
     ],
 )
 def test_bad_options_are_one_line_and_exit_code_2(llama, words, said):

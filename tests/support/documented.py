@@ -107,9 +107,9 @@ def mentions(page: str, text: str) -> Iterator[Command]:
 def with_smaller_budget(text: str) -> str:
     """The text of a block with a few seconds of training, where it asks for minutes."""
     for pattern, smaller in (
-        (r"--tokens \w\S*", "--tokens 2k"),
-        (r'tokens="\w+"', 'tokens="2k"'),
-        (r"--max_train_tokens \d+", "--max_train_tokens 500"),
+        (r"--tokens \w\S*", "--tokens 500"),
+        (r'tokens="\w+"', 'tokens="500"'),
+        (r"--max_train_tokens \d+", "--max_train_tokens 300"),
         (r"--(num_train_)?epochs \d+", r"--\1epochs 1"),
     ):
         text = re.sub(pattern, smaller, text)
