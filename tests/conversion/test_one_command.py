@@ -112,7 +112,7 @@ def kill_at(place: str, command: list[str], tmp_path: Path) -> None:
     """Run the command in another process until there is a checkpoint in this folder of its work."""
     (process,) = processes.start(processes.convert, tmp_path / "cache", command, stderr=tmp_path / "stderr")
     while process.is_alive() and not list((tmp_path / "out.unfinished" / place).glob("checkpoint-*")):
-        time.sleep(0.002)
+        time.sleep(0.02)
     process.kill()
     assert processes.finish([process]) == [-signal.SIGKILL], (tmp_path / "stderr-0").read_text()
     assert not (tmp_path / "out").exists()
