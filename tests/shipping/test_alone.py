@@ -167,8 +167,8 @@ def _jobs(root: Path, converted: dict[str, Path], trainer_checkpoint: Path) -> d
             if name in ON_THE_HUB:
                 jobs[f"hub {name} {auto}"] = {**job, "checkpoint": f"org/{name}"}
         if name in RESAVED:
-            other = RESAVED[RESAVED.index(name) - 1]
-            shutil.copytree(converted[other], root / f"again-{name}")
+            others = [other for other in RESAVED if other in converted]
+            shutil.copytree(converted[others[others.index(name) - 1]], root / f"again-{name}")
             jobs[f"resaved {name}"] = {**jobs[f"folder {name} {auto_class}"], "resave": str(root / f"again-{name}")}
     jobs["untrusted"] = {**jobs["folder gpt2 AutoModel"], "kind": "untrusted"}
     edited = shutil.copytree(converted["gpt2"], root / "edited") / "config.json"
