@@ -115,16 +115,21 @@ int attention_forward(const sizes *s, const tensor *x) {
     return run_heads(s, x, 0, forward_pass);
 }
 
-/* Gradients of numerator, w->out[C, d], and denominator, e[C], of a block of queries. */
-static void load_gradients_of_sums(work *w, float *e, int64_t g, int64_t n) {
+/* Gradients of numerator, w->out[C, d], and denominator, e[C], of a block of queries, in units of exp(scale). A forward
+   pass in parts has other blocks, and so denominators in other units. */
+static void load_gradients_of_sums(work *w, float *e, const float *scale, int64_t g, int64_t n) {
     int64_t d = w->value_row;
-    float total[BLOCK], grad[BLOCK], *output = w->output;
+    float total[BLOCK], grad[BLOCK], saved[BLOCK], *output = w->output;
     load(w, w->out, d, GRAD_OUTPUT, g, n, w->sizes->width);
     load(w, output, d, OUTPUT, g, n, w->sizes->width);
     load_numbers(w, total, DENOMINATOR, g, n);
     load_numbers(w, grad, GRAD_DENOMINATOR, g, n);
+    load_numbers(w, saved, SCALE, g, n);
     for (int64_t t = 0; t < BLOCK; t++) {
-        float inverse = inverse_of(total[t]);
+        int is_same = w->sizes->map < EXP || t >= w->tokens || !total[t] || scale[t] == saved[t];
+        float unit = is_same ? 1 : __builtin_expf(scale[t] - saved[t]);
+        float inverse = inverse_of(total[t]) * unit;
+        grad[t] *= unit;
         for (int64_t j = 0; j < d; j++) w->out[t * d + j] *= inverse;
     }
     row_dot_products(e, w->out, output, d, d);
@@ -195,10 +200,10 @@ static void age(float *out, const float *x, float steps, int64_t count) {
 /* Gradients of a block of queries, which meet the sums of what lies before them and the keys of the block. */
 static void query_gradients(work *w, int64_t n) {
     int64_t f = w->feature_row, d = w->value_row;
-    float e[BLOCK], scale[BLOCK];
+    float e[BLOCK], scale[BLOCK] = {0};
     for (int64_t g = 0; g < w->sizes->groups; g++) {
         load_queries(w, g, n, scale);
-        load_gradients_of_sums(w, e, g, n);
+        load_gradients_of_sums(w, e, scale, g, n);
         product(w->grad, f, w->out, d, 1, w->sums_t, f, BLOCK, d, f, 0, FULL);
         if (w->aged) decay_gradient(w, e);
         if (w->sizes->causal) {
@@ -225,7 +230,7 @@ static void decay_gradient_within(work *w) {
 /* Gradients of a block of keys and values, which meet the sums over the queries behind them and those of the block. */
 static void key_gradients(work *w, int64_t n) {
     int64_t f = w->feature_row, d = w->value_row;
-    float e[BLOCK], scale[BLOCK], zeros[BLOCK] = {0};
+    float e[BLOCK], scale[BLOCK] = {0}, zeros[BLOCK] = {0};
     transpose(w->sums_t, f, w->grad_sums, d, f, d);
     product(w->grad, f, w->value, d, 1, w->sums_t, f, BLOCK, d, f, 0, FULL);
     product(w->grad_value, d, w->key, f, 1, w->grad_sums, d, BLOCK, f, d, 0, FULL);
@@ -237,7 +242,7 @@ static void key_gradients(work *w, int64_t n) {
     }
     for (int64_t g = 0; g < w->sizes->groups && w->sizes->causal; g++) {
         load_queries(w, g, n, scale);
-        load_gradients_of_sums(w, e, g, n);
+        load_gradients_of_sums(w, e, scale, g, n);
         product(w->scores, BLOCK, w->query, f, 1, w->key_t, BLOCK, BLOCK, f, BLOCK, 0, INTO_LOWER);
         add_and_clear_upper(w->scores, zeros);
         product(w->pairs, BLOCK, w->out, d, 1, w->value_t, BLOCK, BLOCK, d, BLOCK, 0, INTO_LOWER);

@@ -49,7 +49,7 @@ BFLOAT16_PRODUCTS = ("float32", "avx512_bf16", "amx")
 INTEL, AVX512_BF16, AMX = (1 << number for number in range(3))  # what `bfloat16_features` says of a processor
 SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 # The interface of csrc/linear_attention.h: its version, the bytes of its structs, and the lengths of its lists.
-ABI = (7, 48, 120, 152, 33, 23, 5, 33, 48, 16)
+ABI = (8, 48, 120, 152, 33, 23, 5, 33, 48, 16)
 INSTALL = "install the package from its source, with `pip install .`, on a machine with a C compiler (gcc or clang)"
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 READABLE_DTYPES = (*NATIVE_DTYPES, torch.bool, torch.int32)
@@ -64,7 +64,7 @@ GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_STATE, GRAD_QUERY = range(19, 23)
 GRAD_KEY, GRAD_VALUE, GRAD_DECAY, GRAD_KEY_MAP, GRAD_QUERY_MAP, GRAD_FIRST_STATE = 23, 24, 25, 26, 29, 32
 # The tensors that are per query head, and the gradients to which every query head of a group adds.
 OF_QUERIES = (
-    *(QUERY, OUTPUT, DENOMINATOR, GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_QUERY),
+    *(QUERY, OUTPUT, DENOMINATOR, SCALE, GRAD_OUTPUT, GRAD_DENOMINATOR, GRAD_QUERY),
     *(place for start in (QUERY_MAP, GRAD_QUERY_MAP) for place in range(start, start + 3)),
 )
 SHARED = (GRAD_KEY, GRAD_VALUE, GRAD_DECAY, *range(GRAD_KEY_MAP, GRAD_QUERY_MAP), GRAD_FIRST_STATE)

@@ -709,10 +709,10 @@ def _joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     given = HybridArguments(*arguments)
     features = check_joint(given)
     refuse_without_library(*given[:3], *given[4:6], given.key_weight)
-    output, size, total, state = _new_results(given, features)
+    output, size, sums, state = _new_results(given, features)
     kv_heads, (first, num_far) = given.key.shape[1], given.ranges
     in_large_pages(output)
-    scale = torch.empty_like(total)
+    total, scale = sums.split(1, dim=-1)
     rows = grouped(output.transpose(1, 2), kv_heads)
     total[:, :, :, :first] = 0
     if num_far:
@@ -727,7 +727,7 @@ def _joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     near = (*_window_arguments(given.scaling, *given[:7], None, given.sink_turn), total, scale, rows, size, None)
     how = (given.window, given.sink_key.shape[2], True)
     run_attention("window_forward", how, near, turned=_turned(given.sink_turn, given.sink_pairs))
-    return output, size, total, state
+    return output, size, sums, state
 
 
 def _fake_joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -739,17 +739,18 @@ def _new_results(given: HybridArguments, features: int) -> tuple[Tensor, Tensor,
     (batch, heads, length, _), kv_heads, width = given.query.shape, given.key.shape[1], given.value.shape[3]
     output = given.query.new_empty(batch, length, heads, width, dtype=accumulation_dtype(given.query))
     size = output.new_empty(batch, kv_heads, heads // kv_heads, length, 1)
-    return output, size, torch.empty_like(size), output.new_empty(batch, kv_heads, features, width + 2)
+    sums = size.new_empty(*size.shape[:-1], 2)  # the far denominators and the logarithms of their units
+    return output, size, sums, output.new_empty(batch, kv_heads, features, width + 2)
 
 
 def _joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *arguments: Any) -> list[Tensor]:
-    *tensors, output, size, total, needed = arguments
+    *tensors, output, size, sums, needed = arguments
     given = HybridArguments(*tensors)
     features = check_joint(given)
     query, key, value = (x.to("meta") for x in given[:3])
-    like_output, like_size, _, like_state = _new_results(given._replace(query=query, key=key, value=value), features)
-    computed = {"output": output, "log_size": size, "denominator": total}
-    expected = (like_output, like_state, like_output, like_size, like_size)
+    likes = _new_results(given._replace(query=query, key=key, value=value), features)
+    computed = {"output": output, "log_size": size, "denominator": sums}
+    expected = (likes[0], likes[3], *likes[:3])
     check_results(given.query, expected, grad_output=grad_output, grad_state=grad_state, **computed)
     for name, x in computed.items():
         if not x.is_contiguous():
@@ -763,7 +764,7 @@ def _joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *argu
     grads[1][:, :, num_far:] = grads[2][:, :, num_far:] = 0
     made = [grouped(grads[0], kv_heads), *(grad.unsqueeze(2) for grad in grads[1:])]
     grad_rows = None if grad_output is None else grouped(with_rows(grad_output).transpose(1, 2), kv_heads)
-    rows = grouped(output.transpose(1, 2), kv_heads)
+    rows, (total, scale) = grouped(output.transpose(1, 2), kv_heads), sums.split(1, dim=-1)
     maps: list[Tensor | None] = [None] * 8
     if not num_far and needed[11] and given.state is not None and grad_state is not None:  # the state leaves as it came
         maps[7] = grad_state.clone().unsqueeze(2)
@@ -774,7 +775,7 @@ def _joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *argu
         maps = memory_per_head(described[4:12], wanted)
         parts = (made[0][:, :, :, first:], *(grad[:, :, :, :num_far] for grad in made[1:]))
         incoming = None if grad_rows is None else grad_rows[:, :, :, first:]
-        results = (rows[:, :, :, first:], total[:, :, :, first:], None, None)
+        results = (rows[:, :, :, first:], total[:, :, :, first:], scale[:, :, :, first:], None)
         of_state = None if grad_state is None else grad_state.contiguous().unsqueeze(2)
         far = (*described, *results, incoming, None, of_state, *parts, *maps)
         differentiate((features, given.function, True), far, _turned(given.query_turn, given.pairs))
@@ -783,11 +784,11 @@ def _joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *argu
     how = (given.window, given.sink_key.shape[2], True)
     sinks = (*(grad.unsqueeze(2) for grad in sink_grads), None)
     run_attention("window_backward", how, (*near, *sinks), turned=_turned(given.sink_turn, given.sink_pairs))
-    scale, norm = (None if x is None else x.flatten(1).sum(0) for x in maps[5:7])
+    constant, norm = (None if x is None else x.flatten(1).sum(0) for x in maps[5:7])
     norm = None if norm is None else (norm * given.scaling).to(given.norm_weight.dtype)
-    scale = None if scale is None else scale.to(given.log_scale.dtype)
+    constant = None if constant is None else constant.to(given.log_scale.dtype)
     shared = shared_gradients(maps, given.log_decay, given[12:16])
-    return [or_nothing(x, given.query) for x in (*grads, *sink_grads, *shared, scale, norm)]
+    return [or_nothing(x, given.query) for x in (*grads, *sink_grads, *shared, constant, norm)]
 
 
 def _fake_joint_backward(grad_output: Tensor | None, grad_state: Tensor | None, *arguments: Any) -> list[Tensor]:
@@ -848,11 +849,11 @@ def _exact(*arguments: Any) -> list[Tensor]:
     given, exact = HybridArguments(*arguments[: -len(Exact._fields)]), Exact(*arguments[-len(Exact._fields) :])
     features = check_exact(given, exact)
     refuse_without_library(*given[:3], *given[4:6], given.key_weight)
-    output, size, total, state = _new_results(given, features)
+    output, size, sums, state = _new_results(given, features)
     kept = [
         x for x in Kept.nothing(given.key, given.value, exact.number, exact.key_position is not None) if x is not None
     ]
-    (batch, kv_heads), (first, num_far), scale = given.key.shape[:2], given.ranges, torch.empty_like(total)
+    (batch, kv_heads), (first, num_far), (total, scale) = given.key.shape[:2], given.ranges, sums.split(1, dim=-1)
     rows = grouped(output.transpose(1, 2), kv_heads)
     total[:, :, :, :first] = 0
     state.zero_()
@@ -1119,7 +1120,7 @@ def _check_turn(name: str, turn: Tensor | None, rows: int, pairs: Pairs, query: 
 def _differentiate_joint(
     ctx: Any, grad_output: Tensor | None, _: Any, __: Any, grad_state: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    *inputs, output, size, total = ctx.saved_tensors
+    *inputs, output, size, sums = ctx.saved_tensors
     needed = [bool(need) for need in ctx.needs_input_grad[:TENSORS]]
     if torch.is_grad_enabled():
         grads = gradients_with_graph(
@@ -1127,7 +1128,7 @@ def _differentiate_joint(
         )
     else:
         found = iter(
-            OPERATORS.joint_attention_backward(grad_output, grad_state, *inputs, *ctx.how, output, size, total, needed)
+            OPERATORS.joint_attention_backward(grad_output, grad_state, *inputs, *ctx.how, output, size, sums, needed)
         )
         grads = [next(found) if place in DIFFERENTIABLE else None for place in range(TENSORS)]
     # Without far keys there are no gradients of what belongs to them.

@@ -138,13 +138,14 @@ def _fake_attention(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _attention_backward(
     grad_output: Tensor | None, grad_denominator: Tensor | None, grad_state: Tensor | None, *given: Any
 ) -> list[Tensor]:
-    *arguments, output, denominator, needed = given
+    *arguments, output, denominator, scale, needed = given
     inputs = arguments[:10]
     query, key, value, key_mask, log_decay, _, *affine = inputs
     features = check_attention(*arguments)
     likes = _new_outputs(query.to("meta"), key.to("meta"), value.to("meta"), features, arguments[10])
     results = {"grad_output": grad_output, "grad_denominator": grad_denominator, "grad_state": grad_state}
-    check_results(query, (*likes[:2], likes[3], *likes[:2]), **results, output=output, denominator=denominator)
+    computed = {"output": output, "denominator": denominator, "scale": scale}
+    check_results(query, (*likes[:2], likes[3], *likes[:3]), **results, **computed)
     check_needed(needed, 10)
     if not takes_attention(query, key, value, key_mask, features) or is_bare_hedgehog(arguments[10], affine[0]):
         wanted = (True, True, True, *needed[3:])  # as C makes them
@@ -165,8 +166,8 @@ def _attention_backward(
         None if grad_denominator is None else grad_denominator.contiguous(),
         None if grad_state is None else grad_state.contiguous().unsqueeze(2),
     )
-    computed = (grouped(output.transpose(1, 2), kv_heads), denominator, None, None)
-    differentiate((features, *given[10:12]), (*described, *computed, *incoming, *made, *others))
+    outputs = (grouped(output.transpose(1, 2), kv_heads), denominator, scale if scale.numel() else None, None)
+    differentiate((features, *given[10:12]), (*described, *outputs, *incoming, *made, *others))
     return [or_nothing(grad, query) for grad in (*grads, None, *shared_gradients(others, log_decay, affine))]
 
 
@@ -189,7 +190,7 @@ def shared_gradients(grads: Tensors, log_decay: Tensor | None, affine: Tensors) 
 def _fake_attention_backward(
     grad_output: Tensor | None, grad_denominator: Tensor | None, grad_state: Tensor | None, *given: Any
 ) -> list[Tensor]:
-    *inputs, _, _, _, _, needed = given
+    *inputs, _, _, _, _, _, needed = given
     check_attention(*given[:12])
     others = [x.new_empty(x.shape) if need and x is not None else None for x, need in zip(inputs[3:], needed[3:])]
     return [*(gradient_like(x) for x in inputs[:3]), *(or_nothing(grad, inputs[0]) for grad in others)]
@@ -266,7 +267,7 @@ def _differentiate_attention(
     else:
         needed = [bool(need) for need in ctx.needs_input_grad[:10]]
         found = OPERATORS.attention_backward(
-            grad_output, grad_denominator, grad_state, *inputs, *ctx.how, output, denominator, needed
+            grad_output, grad_denominator, grad_state, *inputs, *ctx.how, output, denominator, scale, needed
         )
         grads = [grad if need and x is not None else None for grad, need, x in zip(found, needed, inputs)]
     return *grads, None, None
@@ -478,7 +479,7 @@ OPERATORS_OF_ATTENTION = {
     ),
     "attention_backward": Operator(
         f"(Tensor? grad_output, Tensor? grad_denominator, Tensor? grad_state, {ATTENTION}, Tensor output, "
-        "Tensor denominator, bool[] needed) -> Tensor[]",
+        "Tensor denominator, Tensor scale, bool[] needed) -> Tensor[]",
         _attention_backward,
         _fake_attention_backward,
     ),

@@ -11,13 +11,12 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
-from delta_calls import assert_close, values_and_gradients
+from delta_calls import assert_close
 from delta_calls import sample as delta_sample
 
 from hf_linear_attention.kernels import cpu as kernels_cpu
-from hf_linear_attention.kernels import delta as kernels_delta
 from hf_linear_attention.torch_kernels.attention import kernel_attention, map_attention
-from hf_linear_attention.torch_kernels.blocks import ELU_PLUS_ONE, EXP, Affine, KernelMap, plain_attention
+from hf_linear_attention.torch_kernels.blocks import ELU_PLUS_ONE, EXP, KernelMap, plain_attention
 from hf_linear_attention.torch_kernels.delta import gated_delta
 
 
@@ -137,72 +136,8 @@ def test_an_error_in_one_thread_waits_for_the_others(monkeypatch):
     assert ended == [True]
 
 
-@needs_c
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("function", [ELU_PLUS_ONE, EXP])
-def test_parts_agree_with_the_whole(function, is_causal, monkeypatch):
-    query, key, value = torch.randn(1, 3, 101, 8) * 3, torch.randn(1, 1, 101, 8) * 3, torch.randn(1, 1, 101, 6)
-    key[:, :, 60:] *= 4  # by their norm, these weigh less than float32 can hold beside the others
-    is_exp = function == EXP
-    affine, norm = (Affine(torch.randn(1, 8, 12)), torch.ones(1, 1, 1)) if is_exp else (None, None)
-    feature_map = KernelMap(function, affine, affine and affine._replace(norm=norm))
-    mask = torch.rand(1, 101) > 0.3
-    mask[:, :40] = False  # a whole part and more
-    options = {"key_mask": None if is_causal else mask, "log_decay": torch.tensor([-0.05]) if is_causal else None}
-    state = torch.rand(1, 1, 12 if is_exp else 8, 7 + is_exp) if is_causal else None
-    parts, states, found = [], kernels_cpu._states, []
-    monkeypatch.setattr(kernels_cpu, "SHORTEST_PART", 20)
-    monkeypatch.setattr(kernels_cpu, "_states", lambda *given: parts.append(len(given[2])) or states(*given))
-    for threads in (4, 1):
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
-        output, *_, new = map_attention(feature_map, query, key, value, is_causal=is_causal, state=state, **options)
-        found.append((output, new[..., :7] * new[..., 7:].exp() if is_exp else new))
-        assert parts == [4]
-    agree(*found, 1e-5)  # float32 rounds at 6e-8, and exponents of up to 40 at 2e-6 more
-
-
-@needs_c
-def test_gradients_in_parts_of_the_query_heads_agree_with_the_whole(monkeypatch):
-    query, key, value = torch.randn(1, 6, 70, 8), torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 6)
-    key_map = Affine(*(torch.randn(2, n, m) for n, m in ((8, 12), (1, 12), (1, 1))))
-    kernel_map = KernelMap(EXP, Affine(torch.randn(6, 8, 12)), key_map)
-    options = {"state": torch.rand(1, 2, 12, 8), "log_decay": torch.tensor([-0.05, -0.9])}
-    leaves = [query, key, value, *options.values(), kernel_map.query.weight, *key_map]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    run, calls, results, direction = kernels_cpu.run_attention, [], [], torch.randn(1, 70, 6, 6)
-    monkeypatch.setattr(
-        kernels_cpu, "run_attention", lambda *given, **how: calls.append(len(given)) or run(*given, **how)
-    )
-    for threads in (5, 1):  # the three query heads of each group fall to two threads
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
-        output, *_, state = map_attention(kernel_map, query, key, value, is_causal=True, **options)
-        loss = (output.view(direction.shape) * direction).sum() + state[..., :7].square().sum() * 1e-3
-        calls.clear()
-        results.append(torch.autograd.grad(loss, leaves))
-        assert calls == [4 if threads == 5 else 3]
-    for actual, expected in zip(*results):
-        # sums in another order, in float32; of a number that a head shares, over thousands of terms of both signs
-        assert (actual - expected).norm() <= 1e-5 * expected.norm() + (5e-4 if actual.numel() == 2 else 1e-6)
-
-
 def test_equal_keys_of_the_delta_rule_are_solved_exactly(backend):
     """The hardest system: with one key and beta 1 every token erases the one before it completely."""
     tensors = delta_sample(128, False, decay=0.0)
     tensors["key"], tensors["beta"] = tensors["key"][:, :, :1].expand(-1, -1, 128, -1), torch.ones(2, 2, 128)
     assert_close(gated_delta(**tensors), reference.gated_delta(**tensors))
-
-
-@needs_c
-def test_threads_share_the_columns_of_few_heads(monkeypatch):
-    tensors = delta_sample(70, False, heads=(2, 1), width=70)
-    tensors = {name: x[:1] for name, x in tensors.items()}
-    exact = values_and_gradients(reference.gated_delta, tensors)
-    parts = []
-    run_attention = kernels_delta.run_attention
-    monkeypatch.setattr(
-        kernels_delta, "run_attention", lambda *given: parts.append(len(given) - 2) or run_attention(*given)
-    )
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
-    assert_close(values_and_gradients(gated_delta, tensors), exact)
-    assert parts == [2, 2]  # 70 columns, at least 32 in each part

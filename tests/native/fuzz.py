@@ -457,6 +457,7 @@ class Fuzzer:
     def __init__(self, library: Any):
         self.library, self.counts = library, Counter()
         self.products = kernels_cpu.usable_products(library.bfloat16_features())
+        kernels_cpu.SHORTEST_PART = 20
         self.choose(library)
 
     def choose(self, library: Any) -> None:
@@ -468,6 +469,8 @@ class Fuzzer:
         self.library.set_bfloat16(kernels_cpu.BFLOAT16_PRODUCTS.index(self.products[seed % len(self.products)]))
         maker = Maker(seed)
         call = maker.call()
+        threads = maker.random.choice((1, 2, 5, 12))  # more than heads, so that some calls are computed in parts
+        torch.get_num_threads = lambda: threads
         torch.manual_seed(seed)
         try:
             problem = self.refused(call) if call.misfit else self.computed(call, maker)
