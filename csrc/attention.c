@@ -126,10 +126,12 @@ static void load_gradients_of_sums(work *w, float *e, const float *scale, int64_
     load_numbers(w, grad, GRAD_DENOMINATOR, g, n);
     load_numbers(w, saved, SCALE, g, n);
     for (int64_t t = 0; t < BLOCK; t++) {
-        int is_same = w->sizes->map < EXP || t >= w->tokens || !total[t] || scale[t] == saved[t];
-        float unit = is_same ? 1 : __builtin_expf(scale[t] - saved[t]);
-        float inverse = inverse_of(total[t]) * unit;
-        grad[t] *= unit;
+        float inverse = inverse_of(total[t]), other = scale[t] - saved[t];
+        if (w->sizes->map >= EXP && t < w->tokens && inverse && other) { /* beyond e^80 all features are 0 */
+            float size = other - __builtin_logf(total[t]);
+            inverse = __builtin_expf(size < 80 ? size : 80);
+            grad[t] *= __builtin_expf(other < 80 ? other : 80);
+        }
         for (int64_t j = 0; j < d; j++) w->out[t * d + j] *= inverse;
     }
     row_dot_products(e, w->out, output, d, d);
