@@ -231,10 +231,14 @@ def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool
     return teacher
 
 
-def written_dtype(recipe: Recipe) -> str:
-    """The name of the dtype of the weights that are written at the end."""
-    dtype = getattr(load_config(recipe), "dtype", None) or torch.float32
-    return recipe.run.dtype or str(dtype).removeprefix("torch.")
+def checkpoint_dtype(task: str, path: str, trust_remote_code: bool) -> str:
+    """The name of the dtype of a checkpoint: that of its config, or else that of its first weights."""
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    with reading(_files(path)), quiet_transformers():
+        dtype = AutoConfig.from_pretrained(path, **options).dtype
+        if dtype is None:
+            dtype = auto_class_of(task).from_pretrained(path, dtype="auto", device_map="meta", **options).dtype
+    return str(dtype).removeprefix("torch.")
 
 
 def cast(recipe: Recipe, folder: Path, dtype: str) -> None:

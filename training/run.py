@@ -37,7 +37,13 @@ from hf_linear_attention.training.evaluation.recall import RecallProbe
 from hf_linear_attention.training.loop import RunContext, TrainingLoop, hidden_layers_of
 from hf_linear_attention.training.losses.objectives import Objective, build_objectives
 from hf_linear_attention.training.losses.teacher import Teacher
-from hf_linear_attention.training.models import checkpoint_gradients, disable_dropout, load_student, load_teacher
+from hf_linear_attention.training.models import (
+    checkpoint_dtype,
+    checkpoint_gradients,
+    disable_dropout,
+    load_student,
+    load_teacher,
+)
 from hf_linear_attention.training.presets import Preset, fit_to, model_without_weights, stage_runs
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import make_recipe
@@ -223,10 +229,10 @@ def run_stages(preset: Preset, given: Mapping[str, Any], run: Run) -> dict[str, 
     is_resumed = given.get("resume_from_checkpoint") is not None
     figures: dict[str, float] = {}
     before: Recipe | None = None
-    model: Any = model_without_weights(given)
-    preset = fit_to(preset, model)
+    preset = fit_to(preset, model_without_weights(given))
     runs = stage_runs(preset, given)
-    dtype = given.get("dtype") or str(model.config.dtype or torch.float32).removeprefix("torch.")
+    source = given["task"], str(given["model_name_or_path"]), bool(given.get("trust_remote_code"))
+    dtype = given.get("dtype") or checkpoint_dtype(*source)
     if not is_resumed and is_main_process():  # resuming later must not find finished stages of an older run
         for _, options in runs:
             clear_output(Path(options["output_dir"]), everything=True)

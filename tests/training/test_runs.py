@@ -83,6 +83,9 @@ def test_weights_have_the_dtype_of_their_model_and_are_float32_until_then(
     student, out = tmp_path / "student", tmp_path / "out"
     convert(llama_teacher, mechanism="linear").bfloat16().save_pretrained(student)
     AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(student)
+    config = json.loads((student / "config.json").read_text())
+    assert config.pop("dtype") == "bfloat16"  # where the config does not tell it, the weights do
+    (student / "config.json").write_text(json.dumps(config))
     models = ["--model_name_or_path", student, "--teacher_name_or_path", llama_teacher, "--max_eval_tokens", 40]
     options = ["--max_train_steps", 6, "--checkpointing_steps", 6, "--learning_rate", "1e-2", "--logging_steps", 2]
     options += ["--dtype", asked] * (asked == "float32")

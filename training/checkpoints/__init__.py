@@ -48,7 +48,7 @@ from hf_linear_attention._common.options import Facts, OnResume
 from hf_linear_attention._common.reading import read_json, reading
 from hf_linear_attention.training.data.processors import Processor
 from hf_linear_attention.training.distributed import is_sharded, shard_optimizer_state, whole, without_sharding_class
-from hf_linear_attention.training.models import ADAPTER, cast, merged_state_dict, written_dtype
+from hf_linear_attention.training.models import ADAPTER, cast, checkpoint_dtype, merged_state_dict
 from hf_linear_attention.training.recipe import FACTS, Recipe, RunArguments
 from hf_linear_attention.training.tracking import METRICS, plot_metrics
 
@@ -336,7 +336,9 @@ def save_final(
     folder.mkdir(parents=True)
     with folders.saving(recipe.output_dir):
         save_model(model, folder, weights)
-        cast(recipe, folder, written_dtype(recipe))
+        source = recipe.model
+        kept = checkpoint_dtype(source.task, str(source.model_name_or_path), source.trust_remote_code)
+        cast(recipe, folder, recipe.run.dtype or kept)
     processor.save_pretrained(folder)
     earlier: list[dict[str, Any]] = []
     with not_essential("what describes the model it was trained from"):
