@@ -397,7 +397,7 @@ def language_figures(
     if controls.windows:
         window, nats = better_window(teacher, controls.windows, batches)
         control = describe_control(window, controls.windows, nats)
-        if window.window_size < text.max_length:  # else it would be the teacher there
+        if window.window_size + window.num_sinks < text.max_length:  # else it would be the teacher there
             inside["same_bytes"] = nats[controls.windows.index(window)]
             if controls.healed is not None:
                 inside["healed"] = retention.nats_of(controls.healed, batches)
