@@ -36,7 +36,7 @@ demo: $(VENV)/.installed ## Train a small Llama, convert it, and see what that c
 	$(BIN)/python benchmarks/demo.py --output_dir outputs/demo
 
 .PHONY: test
-test: $(VENV)/.installed ## The test suite (4 to 13 minutes on 2 cores)
+test: $(VENV)/.installed ## The test suite (4 to 11 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Everything whose oldest version is not stated comes from $(VENV).
@@ -97,8 +97,8 @@ test-architectures: $(VENV)/.installed ## A tiny twin of every tested architectu
 		tests/shipping/test_alone.py::test_every_family_converts_and_loads_with_and_without_the_package
 
 .PHONY: test-sanitizers
-test-sanitizers: $(VENV)/.installed ## Random calls of the C kernels under AddressSanitizer and UBSan (2 minutes in CI)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m sanitizers tests/native
+test-sanitizers: $(VENV)/.installed ## Random calls of the C kernels under AddressSanitizer and UBSan (3 minutes on 2 cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m sanitizers tests/native
 
 $(VENV)/.clients: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[clients]"
