@@ -11,8 +11,8 @@ and its outputs `logits [B, N, V]` and `present.I...`, which is the past of the 
 the sizes that the graph names and P = 0. Positions follow from the mask, as in `generate`. The graph of an encoder
 takes `input_ids` and `attention_mask`, and returns `last_hidden_state` or `logits`.
 
-In causal layers, the operator `LinearAttention` of the domain `com.microsoft` (onnxruntime 1.30 and later) reads a
-state token by token:
+In causal layers, and for the far keys of encoders, the operator `LinearAttention` of the domain `com.microsoft`
+(onnxruntime 1.30 and later) reads a state token by token:
 
     linear        S <- S + k v^T                    o = S^T q
     gated         S <- exp(g) S + k v^T
