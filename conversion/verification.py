@@ -148,7 +148,7 @@ def _outputs(by_row: ByRow, sample: torch.Tensor) -> tuple[torch.Tensor, Rows | 
         seen = [model.base_model(**inputs, output_hidden_states=True)]
     if "last_hidden_state" in seen[0]:
         return seen[0].last_hidden_state.float(), logits
-    return seen[0].decoder_hidden_states[-1].float(), logits  # T5's model with a head contains no base model
+    return seen[0].decoder_hidden_states[-1].float(), logits  # a T5 model with a head has no base model
 
 
 def _logit_figures(mine: Rows, yours: Rows) -> torch.Tensor:

@@ -73,7 +73,7 @@ class ObjectiveArguments:
         tasks=("causal_lm",),
     )
     embedding_weight: float | None = _loss_weight(
-        "Weight of 1 - cosine similarity of the mean-pooled embeddings.",
+        "Weight of 1 - cosine similarity of the embeddings.",
         None,
         needs=TEACHER,
         tasks=(*TEXT_TASKS, "image_embedding"),

@@ -45,7 +45,7 @@ SAME = (
 )  # fmt: skip
 # A power of 2, so that no digit is lost: queries of 100 become 2e-8, whose square is 1e-9 of the epsilon.
 SMALL = 2.0**-32
-# The names of the matrices that read the hidden states of a layer begin so.
+# What the names of the matrices that read a layer's hidden states begin with.
 READ_HIDDEN = ("in_proj", "q_proj.weight", "k_proj.weight", "v_proj.weight")
 # The largest difference of two logits, as a share of their standard deviation: a few times what float32 rounds in the
 # sums of another order that two ways to compute the same model take (1.5e-5 was measured in models of three layers).
@@ -238,7 +238,7 @@ def obstacles(config: Any, kept: Collection[int] | None = None, dtype: torch.dty
 
 
 def head_dim(config: Any) -> int:
-    """The size of a head; configs of Qwen2 do not name it."""
+    """The head dimension, which configs of Qwen2 lack."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
