@@ -40,7 +40,6 @@ from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_
 from hf_linear_attention.conversion.figures import figures_of
 from hf_linear_attention.conversion.model_speed import model_speed
 from hf_linear_attention.conversion.page import write_page
-from hf_linear_attention.conversion.plan import state_bytes
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training, check_measuring
 from hf_linear_attention.conversion.report import settings_of
 from hf_linear_attention.conversion.source import Source, open_source
@@ -48,6 +47,7 @@ from hf_linear_attention.conversion.verification import head_figures
 from hf_linear_attention.extensions import PREFIX
 from hf_linear_attention.model_conversion import convert_config
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
+from hf_linear_attention.state_size import state_bytes
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, loader
 from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.processors import (

@@ -14,11 +14,10 @@ from processes import finetune as finetune_process
 from processes import finish, start
 from runs import changed
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, BertConfig, BertModel, LlamaForCausalLM
+from transformers import AutoTokenizer, BertConfig, BertModel
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.conversion.plan import with_budget
 from hf_linear_attention.training import presets
 from hf_linear_attention.training import run as run_module
 from hf_linear_attention.training.loop import RunContext
@@ -59,9 +58,7 @@ def test_a_preset_is_whole(name, any_task, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if "causal_lm" in load_preset(name).stages])
 def test_every_causal_preset_runs(name, finetune, converted, llama_teacher, data, tmp_path):
-    config = AutoConfig.from_pretrained(llama_teacher)
-    settings = with_budget(load_preset(name).settings["causal"], LlamaForCausalLM, config, torch.float32)
-    convert(llama_teacher, **settings).bfloat16().save_pretrained(tmp_path / "student")
+    convert(llama_teacher, **load_preset(name).settings["causal"]).bfloat16().save_pretrained(tmp_path / "student")
     AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(tmp_path / "student")
     models = ["--model_name_or_path", tmp_path / "student", "--teacher_name_or_path", llama_teacher]
     finetune("--preset", name, *models, "--task", "causal_lm", *data)
