@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from hf_linear_attention._common.devices import computing_device, keep_freed_memory
 from hf_linear_attention._common.errors import SetupError
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 has put the parameters of the model into shards."""
-    return any(isinstance(value, DTensor) for value in model.parameters())
+    """Whether FSDP2 puts the parameters of the model into shards; after a forward pass, they may still be whole."""
+    return isinstance(model, FSDPModule)
 
 
 def whole(value: Any, keep: bool) -> Any:
@@ -70,6 +70,26 @@ def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimize
         for number, values in state["state"].items()
     }
     return {**state, "state": moments}
+
+
+def mean_gradient(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
+    """The mean over all processes of the gradients of a parameter in shards, in shards too; for others, `gradient`.
+
+    All processes call this together. A gradient that is None counts as 0, because some may have one and others not.
+    """
+    if not isinstance(parameter, DTensor) or not parameter.requires_grad:
+        return gradient
+    mesh, shape = parameter.device_mesh, parameter.shape
+    own = torch.zeros(shape, device=parameter.device) if gradient is None else gradient
+    parts = DTensor.from_local(own.to(parameter.dtype) / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
+    return parts.redistribute(placements=parameter.placements)
+
+
+def reshard(model: nn.Module) -> None:
+    """Put all parameters of a model of FSDP2 into shards again, as its own backward pass does."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextmanager
@@ -136,13 +156,12 @@ def _refuse_before(recipe: Recipe) -> None:
         return
     if not torch.cuda.is_available():
         raise SetupError("the launch file asks for FSDP, which needs a GPU; launch with training/launch/cpu2.yaml")
-    version, weights = os.environ.get("FSDP_VERSION", "1"), recipe.objective
+    version = os.environ.get("FSDP_VERSION", "1")
     conditions = {
         f"`fsdp_version: {version}` in the launch file (allowed is 2)": version != "2",
         # With it, the teacher would have weights on the main process alone.
         "`fsdp_cpu_ram_efficient_loading: true` in the launch file": _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"),
         "mixed precision fp16 (allowed are no, bf16)": precision == "fp16",
-        "attention transfer, which trains the mechanisms alone": bool(weights.attention_transfer_weight),
         "`--use_peft`": recipe.model.use_peft,
     }
     if wrong := [name for name, is_wrong in conditions.items() if is_wrong]:
