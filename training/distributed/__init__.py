@@ -116,7 +116,7 @@ def start_processes(recipe: Recipe) -> Accelerator:
     Raises:
         SetupError: if the launch would train something other than the launch file or the recipe says.
     """
-    _refuse_before(recipe)
+    _refuse_launch()
     handlers: list[Any] = [DistributedDataParallelKwargs(find_unused_parameters=not _all_reach_the_loss(recipe))]
     has_gpu = computing_device() == "cuda"
     if not has_gpu:
@@ -139,7 +139,7 @@ def start_processes(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-def _refuse_before(recipe: Recipe) -> None:
+def _refuse_launch() -> None:
     """Refuse launch files with which accelerate would fail without advice, or train something else silently.
 
     Raises:
@@ -162,7 +162,6 @@ def _refuse_before(recipe: Recipe) -> None:
         # With it, the teacher would have weights on the main process alone.
         "`fsdp_cpu_ram_efficient_loading: true` in the launch file": _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"),
         "mixed precision fp16 (allowed are no, bf16)": precision == "fp16",
-        "`--use_peft`": recipe.model.use_peft,
     }
     if wrong := [name for name, is_wrong in conditions.items() if is_wrong]:
         text = f"the launch file asks for FSDP, which does not work with {'; '.join(wrong)}"

@@ -58,7 +58,7 @@ def test_finetune_in_shards(finetune, llama_teacher, files, tmp_path, dataset_ca
     options += [f"--train_file={files}/train.jsonl", "--max_length=32"]
     options += [f"--validation_file={files}/valid.jsonl", "--eval_steps=2", "--logging_steps=1"]
     options += ["--logits_kl_weight=1", "--hidden_state_weight=1", "--max_train_steps=4", "--learning_rate=1e-3"]
-    options += ["--checkpointing_steps=2"]
+    options += ["--checkpointing_steps=2", "--use_peft=true", "--lora_target_modules=attention"]
     finetune(*options, "--per_device_train_batch_size", 4, output_dir=one)
     split = [*options, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2]
 
