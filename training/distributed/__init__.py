@@ -7,9 +7,11 @@ launch file.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
+from hf_linear_attention._common.command_line import is_first_process
 from hf_linear_attention._common.devices import computing_device, keep_freed_memory
 from hf_linear_attention._common.errors import SetupError
 from hf_linear_attention.training.recipe import Recipe
@@ -137,6 +140,31 @@ def start_processes(recipe: Recipe) -> Accelerator:
         )
     logger.info("%d process(es), %s, mixed precision %s", launched, accelerator.device, accelerator.mixed_precision)
     return accelerator
+
+
+def first_alone(name: str, action: Callable[[], object]) -> bool:
+    """Whether `action` returns something true; the first process of a launch calls it alone, and the others wait.
+
+    The processes need not be connected yet, and no collective operation has to wait, which would have a time limit.
+
+    Args:
+        name: another one for each call.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return bool(action())
+    store = _store()
+    if is_first_process():
+        store.set(name, str(int(bool(action()))))
+    while not store.check([name]):
+        time.sleep(0.1)
+    return bool(int(store.get(name)))
+
+
+@functools.cache
+def _store() -> torch.distributed.Store:
+    """The store through which the processes of a launch find each other; the first of them may be its server."""
+    store, _, _ = next(torch.distributed.rendezvous("env://"))
+    return store
 
 
 def _refuse_launch() -> None:
