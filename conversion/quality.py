@@ -58,6 +58,7 @@ from hf_linear_attention.training.data.processors import (
     sequence_length,
 )
 from hf_linear_attention.training.data.splits import load_data
+from hf_linear_attention.training.distributed import first_alone
 from hf_linear_attention.training.evaluation import retention
 from hf_linear_attention.training.evaluation.embeddings import compare_embeddings, compare_pairs, embed
 from hf_linear_attention.training.evaluation.recall import RECALL, RecallProbe
@@ -358,21 +359,30 @@ def heal_control(source: Source, training: Training, data: Options, run: Run) ->
         run: what runs one stage, as for the student.
     """
     work = training.work / CONTROL
-    if not (work / CONVERTED).is_dir():
-        student = training.work / TRAINED
-        recipe, text = held_out_text(student, source, data)
-        model, teacher = load_models(recipe, student)
-        controls = possible_controls(teacher, model, text)
-        if not controls.windows:
-            logger.warning("no window of the same bytes is healed: %s", controls.left_out)
-            return
-        window, _ = better_window(teacher, controls.windows, text.batches())
-        work.mkdir(exist_ok=True)
-        with staging(work / CONVERTED) as folder:
-            save_window(teacher, window, student, folder, data.trust_remote_code)
+    if not first_alone(CONTROL, lambda: _has_control(source, training, data)):
+        return
     logger.info("the control: %s", work)
     given = {**training.given, "model_name_or_path": str(work / CONVERTED), "output_dir": str(work / TRAINED)}
     run_stages(training.preset, given, run)
+
+
+def _has_control(source: Source, training: Training, data: Options) -> bool:
+    """Write the untrained window into the work folder if it is not there; False if the text is too short for one."""
+    work = training.work / CONTROL
+    if (work / CONVERTED).is_dir():
+        return True
+    student = training.work / TRAINED
+    recipe, text = held_out_text(student, source, data)
+    model, teacher = load_models(recipe, student)
+    controls = possible_controls(teacher, model, text)
+    if not controls.windows:
+        logger.warning("no window of the same bytes is healed: %s", controls.left_out)
+        return False
+    window, _ = better_window(teacher, controls.windows, text.batches())
+    work.mkdir(exist_ok=True)
+    with staging(work / CONVERTED) as folder:
+        save_window(teacher, window, student, folder, data.trust_remote_code)
+    return True
 
 
 def save_window(

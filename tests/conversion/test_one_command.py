@@ -108,6 +108,22 @@ def test_it_converts_trains_and_measures(whole, trained, llama):
     assert all(entry["per_second"] > 0 for entry in runs)
 
 
+def test_two_processes_train_and_the_first_does_the_rest(words, tmp_path):
+    """Started as by torchrun. What they train is compared in tests/training/distributed/test_sharding.py."""
+    out, store = tmp_path / "out", torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [*words, *HEALED, "--output_dir", out]
+    arguments = (processes.convert, store.port, tmp_path / "cache", command)
+    group = processes.start(processes.launched, *arguments, ranks=2, stderr=tmp_path / "stderr")
+    assert processes.finish(group) == [0, 0], (tmp_path / "stderr-0").read_text()[-3000:]
+    assert not (tmp_path / "out.unfinished").exists()
+    said = [(tmp_path / f"stderr-{rank}").read_text() for rank in (0, 1)]
+    assert ["stage 2 of 2, distil" in text for text in said] == [True, False]
+    runs = json.loads((out / "training_report.json").read_text())["runs"]
+    found = [(entry["training"]["stage"], entry["training"]["processes"]) for entry in runs]
+    assert found == [("transfer", 2), ("distil", 2)]
+    assert report_of(out)["quality"]["healed"] > 0
+
+
 def kill_at(place: str, command: list[str], tmp_path: Path) -> None:
     """Run the command in another process until there is a checkpoint in this folder of its work."""
     (process,) = processes.start(processes.convert, tmp_path / "cache", command, stderr=tmp_path / "stderr")

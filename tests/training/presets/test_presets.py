@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import finetune as finetune_process
-from processes import finish, start
 from runs import changed
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BertConfig, BertModel
@@ -124,27 +121,6 @@ def test_a_killed_run_goes_on_with_the_stage_it_was_in(finetune, models, data, f
     assert "eval_nats_per_token" in lines[0][0]
     assert lines[0][0] == lines[1][0]
     assert not changed(tmp_path / "whole", tmp_path / "killed")
-
-
-def launched(store: int, cache: Path, options: list[Any]) -> int:
-    """`finetune.py` in a process of torchrun, whose store stays when the connection through it is closed."""
-    os.environ.update(MASTER_PORT=str(store), TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1")
-    return finetune_process(cache, options)
-
-
-def test_two_processes_go_through_all_stages(models, data, tmp_path, dataset_cache):
-    """One output, and every stage starts from the one before it."""
-    out = tmp_path / "out"
-    options = ["--preset", "default", *models, *data, "--output_dir", out]
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert finish(start(launched, store.port, dataset_cache, options, ranks=2), timeout=100) == [0, 0]
-    first, second = runs_of(out)
-    assert (first["processes"], second["processes"]) == (2, 2)
-    assert second["model_name_or_path"] == str(out / "stages" / "1-transfer")
-    assert [path.parent.name for path in sorted(out.rglob("model.safetensors"))] == ["out", "1-transfer"]
-    projection, middle = "model.layers.0.self_attn.q_proj.weight", out / "stages" / "1-transfer"
-    assert projection not in changed(models[1], middle)
-    assert projection in changed(middle, out)
 
 
 def test_an_older_run_is_not_taken_for_this_one(tmp_path, data, models):
