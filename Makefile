@@ -73,7 +73,7 @@ test-latest: $(VENV)/.installed ## The core with today's releases of transformer
 	$(BIN)/uv pip install --quiet --python $(LATEST) --upgrade torch==2.13.0+cpu --editable ".[test]"
 	$(LATEST)/bin/python -c "$(VERSIONS)" | tee $(LATEST)/versions
 	@if $(BIN)/python -c "$(VERSIONS)" | cmp -s - $(LATEST)/versions; \
-	then echo "test-latest: no library is newer than in $(VENV), where \`make test\` runs; here, README's page alone"; \
+	then tests=; echo "test-latest: no library is newer than in $(VENV), where \`make test\` runs; here, README's page alone"; \
 	else tests="$(CORE) tests/architectures tests/shipping/test_alone.py"; fi; \
 	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -q $(BY_FILE) -p no:cacheprovider $$tests "tests/docs/test_commands.py::test_page[README.md]"
 LIBRARIES := torch transformers accelerate peft sentence-transformers datasets tokenizers huggingface_hub
