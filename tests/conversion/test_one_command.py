@@ -22,12 +22,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.conversion import pipeline, preset_run, quality
+from hf_linear_attention.conversion import preset_run, quality
 from hf_linear_attention.conversion.arguments import parse, parse_tokens
 from hf_linear_attention.training.presets import Preset, Stage, fit_to, load_preset
 
 
-SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
 # Shorter than the 48 tokens that the twins read, so that there is something for the linear part to do.
 WINDOW = ("--window_size", 4, "--num_exact_keys", 4, "--num_features", 8)
 HEALED = ("--controls", "healed")
