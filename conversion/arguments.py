@@ -174,8 +174,9 @@ class ConversionArguments(MeasuringArguments):
         "the dtype of the weights written; auto keeps that of the checkpoint", "auto", DTYPES, group="result"
     )
     calibration_file: str | None = option(
-        "real inputs to which --features favor++ is fitted: .txt, .jsonl, .csv, .tsv or .parquet (column `text`, or "
-        "rows of the model's task; default: built-in sentences)",
+        "real inputs to which --features favor++ and the scores of --num_exact_keys are fitted: .txt, .jsonl, .csv, "
+        ".tsv or .parquet (column `text`, or rows of the model's task; default: built-in sentences for the one, "
+        "--train_file or Python's documentation for the other)",
         None,
         is_path=True,
         group="attention",

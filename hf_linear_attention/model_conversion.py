@@ -383,44 +383,55 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
     modules = [m for m in converted_modules(model) if m.linear_attention.needs_calibration(m.linear_attention.settings)]
     if not modules:
         return 0
-    scored = [module.linear_attention for module in modules if getattr(module.linear_attention, "num_exact_keys", 0)]
-    moments = {mechanism: ScoreMoments.nothing(mechanism) for mechanism in scored}
-    kept: dict[Any, list[tuple[Tensor, Tensor]]] = {m: [] for m in modules if m.linear_attention not in moments}
-    counts: dict[Any, list[int]] = {module: [] for module in modules}
-    num_batches = 0
-
-    def collect(seen: ObservedAttention) -> None:
-        if seen.module not in counts:
-            return
-        inputs, mechanism = seen.inputs, seen.module.linear_attention
-        mask, is_cross = inputs.key_mask, isinstance(seen.module, LinearizedCrossAttention)
-        counts[seen.module].append(inputs.key.shape[0] * inputs.key.shape[2] if mask is None else int(mask.sum()))
-        if mechanism in moments:
-            moments[mechanism].add(inputs, mechanism)
-        else:
-            query = _real_tokens(inputs.query, None if is_cross else mask)
-            kept[seen.module].append((query, _real_tokens(inputs.key, mask)))
-
-    takes_flag = scored and "use_cache" in inspect.signature(model.base_model.forward).parameters
+    found, num_batches = _Observed(modules), 0
+    takes_flag = found.moments and "use_cache" in inspect.signature(model.base_model.forward).parameters
     uncached = {"use_cache": False} if takes_flag else {}
-    with hidden_states_as_gates(scored), observe_attention(model, collect):
+    with hidden_states_as_gates(found.moments), observe_attention(model, found.add):
         for batch in batches:
             _check_batch(batch, model.main_input_name)
             model.base_model(**{name: value.to(model.device) for name, value in batch.items()}, **uncached)
             num_batches += 1
-    if not all(sum(found) for found in counts.values()):
+    if not all(sum(counts) for counts in found.counts.values()):
         raise ValueError("`batches` has no token to calibrate on; pass at least one batch of real inputs.")
-    for module, parts in kept.items():
-        query, key = (torch.cat(part, dim=2) for part in zip(*parts))
-        scaling = module.linear_attention_scaling
-        module.linear_attention.calibrate(MechanismInputs(query, key, key, None, scaling, False))
-    if moments:
-        explained = [found.fit(mechanism) for mechanism, found in moments.items()]
-        share = sum(explained) / len(explained)
-        logger.info(f"The scores of exact keys explain {share:.0%} of the largest softmax weights, as logarithms.")
+    found.fit()
     # ALBERT's layers share one module, which then sees every batch several times.
-    first = counts[modules[0]]
+    first = found.counts[modules[0]]
     return sum(first) * num_batches // len(first)
+
+
+class _Observed:
+    """What the layers to calibrate have seen: sums for the scores of exact keys, all queries and keys for the others.
+
+    `counts` has the number of keys in each call of each layer.
+    """
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        scored = [module for module in modules if getattr(module.linear_attention, "num_exact_keys", 0)]
+        self.moments = {module.linear_attention: ScoreMoments.nothing(module.linear_attention) for module in scored}
+        self.kept: dict[Any, list[tuple[Tensor, Tensor]]] = {module: [] for module in modules if module not in scored}
+        self.counts: dict[Any, list[int]] = {module: [] for module in modules}
+
+    def add(self, seen: ObservedAttention) -> None:
+        if seen.module not in self.counts:
+            return
+        inputs, mechanism = seen.inputs, seen.module.linear_attention
+        mask, is_cross = inputs.key_mask, isinstance(seen.module, LinearizedCrossAttention)
+        self.counts[seen.module].append(inputs.key[:, 0, :, 0].numel() if mask is None else int(mask.sum()))
+        if mechanism in self.moments:
+            self.moments[mechanism].add(inputs, mechanism)
+        else:
+            query = _real_tokens(inputs.query, None if is_cross else mask)
+            self.kept[seen.module].append((query, _real_tokens(inputs.key, mask)))
+
+    def fit(self) -> None:
+        for module, parts in self.kept.items():
+            query, key = (torch.cat(part, dim=2) for part in zip(*parts))
+            scaling = module.linear_attention_scaling
+            module.linear_attention.calibrate(MechanismInputs(query, key, key, None, scaling, False))
+        explained = [moments.fit(mechanism) for mechanism, moments in self.moments.items()]
+        if explained:
+            share = sum(explained) / len(explained)
+            logger.info(f"The scores of exact keys explain {share:.0%} of the largest softmax weights, as logarithms.")
 
 
 def _check_batch(batch: Any, needed: str) -> None:

@@ -60,7 +60,9 @@ class ScoreMoments:
     def add(self, inputs: MechanismInputs, mechanism: Any) -> None:
         """Add the keys of one call of the layer."""
         window, length = mechanism.window_size, inputs.query.shape[2]
-        ages = torch.linspace(window, max(window, length * LONGEST), AGES, device=inputs.query.device).long()
+        ages = torch.linspace(
+            window, max(window, length * LONGEST), AGES, dtype=torch.float32, device=inputs.query.device
+        ).long()
         target, counted = log_largest_weights(inputs, ages, mechanism.num_sinks)
         hidden, y = inputs.gates.flatten(0, 1).float(), target.permute(0, 2, 3, 1).flatten(0, 1)  # [T, E], [T, A, Hkv]
         number, age = counted.flatten(0, 1).float(), ages.float() / SLOPE_TOKENS
