@@ -18,7 +18,6 @@ from hf_linear_attention._common.loaded_weights import check_complete, check_fin
 from hf_linear_attention._common.logs import quiet_transformers
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.configuration_linear_attention import mechanisms_of
-from hf_linear_attention.mechanisms.hybrid import SCORES
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.processors import check_direction, load_config, load_tokenizer, pad_token_id
 from hf_linear_attention.training.recipe import MECHANISM, ModelArguments, Recipe
@@ -71,8 +70,6 @@ def parameter_groups(model: PreTrainedModel, recipe: Recipe) -> list[dict[str, A
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         in_mechanism = MECHANISM in name
-        if in_mechanism and name.endswith(SCORES):
-            parameter.requires_grad_(bool(recipe.objective.attention_transfer_weight))
         parameter.requires_grad_(parameter.requires_grad and part in name)
         if parameter.requires_grad:
             groups.setdefault((in_mechanism, parameter.dim() > 1), []).append(parameter)

@@ -11,9 +11,8 @@ c_i = exp(b - a scaling |q_i|^2 / 2), with b and a learned per head: constants o
 
 With `num_exact_keys` = M, the M keys behind the window with the largest scores stay exact, and only the others are far
 keys (exact_keys.py). The score of the key at position p is w·h + r p / 64, of the hidden state h of its token. So a
-head may keep what is worth it, or what is recent, as a longer window would: at the start w is 0 and r is 1. w and r
-learn from the softmax model's attention to keys behind the window, during attention transfer, as the retaining heads of
-Locret (Huang 2024) do.
+head may keep what is worth it, or what is recent, as a longer window would: at the start w is 0 and r is 1. `calibrate`
+fits w and r to the largest softmax weights of keys behind the window (score_fit.py).
 
 In an encoder the window extends w - 1 tokens to either side, far keys are before and after it, and the first s tokens
 are global: they also attend to every key exactly (Longformer 2020, section 3.1).
@@ -43,8 +42,6 @@ from .token_gates import hidden_size_of, scaled
 from .window import ORDINARY, Line, WindowAttention, WindowState
 
 
-# Parameters that attention transfer alone trains.
-SCORES = ("score_projection", "score_slope")
 # The unit of positions in scores, so that one learning rate suits the slope and w.
 SLOPE_TOKENS = 64
 
@@ -78,7 +75,7 @@ class HybridAttention(HybridOptions, WindowAttention):
         self.uses_far = True  # False leaves window and sinks only, to measure what the far keys contribute
 
     def _add_exact_keys(self, shape: LayerShape) -> None:
-        # They only choose, so nothing but attention transfer has a gradient for them, and it alone asks for one.
+        # They only choose, so no loss has a gradient for them; `calibrate` fits them.
         heads, size = shape.num_key_value_heads, hidden_size_of(shape)
         self.score_projection = nn.Parameter(torch.empty(heads, size), requires_grad=False)
         self.score_slope = nn.Parameter(torch.empty(heads), requires_grad=False)

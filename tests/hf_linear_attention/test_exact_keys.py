@@ -30,8 +30,9 @@ def test_a_default_that_is_impossible_is_left_out(given, caplog):
     model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
     settings = convert(model, **given).config.linear_attention
     assert settings["num_exact_keys"] == 0
-    assert settings["window_size"] == given.get("window_size", 16 if given else 64)
-    said = "has ALiBi positions, and `hybrid` with `num_exact_keys` = 48 has no alibi form"
+    # Without a limit of positions the state has 1,024 tokens, of which the window takes all but sinks and features.
+    assert settings["window_size"] == given.get("window_size", 996)
+    said = "has ALiBi positions, and `hybrid` with `num_exact_keys`"
     assert (said in caplog.text) == ("num_exact_keys" not in given)
 
 

@@ -13,10 +13,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
@@ -27,6 +26,9 @@ from hf_linear_attention._common.errors import SetupError
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tracking import wanted_trackers
 
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator  # a conversion without training does without this library
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +122,8 @@ def start_processes(recipe: Recipe) -> Accelerator:
         SetupError: if the launch would train something other than the launch file or the recipe says.
     """
     _refuse_launch()
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
     handlers: list[Any] = [DistributedDataParallelKwargs(find_unused_parameters=not _all_reach_the_loss(recipe))]
     has_gpu = computing_device() == "cuda"
     if not has_gpu:

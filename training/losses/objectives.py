@@ -193,30 +193,7 @@ class AttentionTransfer(Objective):
         weights = [query_weights(seen, batch) for seen in student.attention]
         pairs = list(zip(student.attention, weights, strict=True))
         errors = torch.stack([relative_head_error(seen, w > 0) for seen, w in pairs])
-        # No error has a gradient in the scores of keys, because they only choose; their own is not part of the value.
-        scores = torch.stack([score_error(seen, w) for seen, w in pairs])
-        scores = scores - scores.detach()
-        return (errors.mean(dim=2) * weights[0].sum(-1)).sum(-1) + scores  # of [layers, B, H]; layers weigh a row alike
-
-
-def score_error(seen: ObservedAttention, weights: Tensor) -> Tensor:
-    """Cross-entropy between the softmax weights of the keys behind the window and the softmax of their scores.
-
-    It is the mean over sampled queries, in proportion to their weight behind the window, and over heads, times the sum
-    of the tokens' `weights` [B, N]; 0 without scores. So the largest scores belong to the keys that later queries look
-    for most.
-    """
-    mechanism: Any = seen.module.linear_attention
-    if not getattr(mechanism, "num_exact_keys", 0):
-        return weights.new_zeros((), dtype=torch.float32)
-    sample, hidden = SampledQueries.of(seen), torch.finfo(torch.float32).min / 2  # finite, because padding sees no key
-    with torch.no_grad():
-        target = sample.logits.masked_fill(~sample.visible[:, None, None], hidden).softmax(-1).mean(2)
-        counted = ((weights > 0) & sample.real)[:, sample.chosen]
-        target = target * (sample.far & counted.unsqueeze(-1))[:, None]
-    scores = cast(Tensor, sample.scores).unsqueeze(2).masked_fill(~sample.far[:, None], hidden)
-    entropy = -(target * scores.log_softmax(-1)).sum(dim=(2, 3)) / target.sum(dim=(2, 3)).clamp(min=1e-6)
-    return (entropy.mean(1) * weights.sum(1)).sum()
+        return (errors.mean(dim=2) * weights[0].sum(-1)).sum(-1)  # of [layers, B, H]; layers weigh a row alike
 
 
 def query_weights(seen: ObservedAttention, batch: Batch) -> Tensor:
