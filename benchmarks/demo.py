@@ -106,9 +106,10 @@ def look_up_rows(models: dict[str, Any], tokenizer: Any, text: str, length: int)
 def summary(report: dict[str, Any], models: dict[str, Any], look_ups: dict[str, list[str]], seconds: float) -> str:
     """What the conversion cost and kept, and from which length it pays."""
     quality, last = report["quality"], report["quality"]["positions"]["buckets"][-1]
-    control, trained = quality["control"], quality["positions"]["trained_length"]
+    trained = quality["positions"]["trained_length"]
     names = {"original": "teacher", "converted": "student", "window of the same bytes": "same_bytes"}
-    bytes_of = {"converted": report["state_bytes"], "window of the same bytes": control.get("state_bytes", 0)}
+    # The control's bytes are counted in float32, these in the dtype of the checkpoint.
+    bytes_of = {"converted": f"{report['state_bytes']:,}", "window of the same bytes": "as many"}
     kept = {
         "": list(models),
         f"nats per token, up to {trained:,} tokens": [f"{quality[names[name]]:.3f}" for name in models],
@@ -116,7 +117,7 @@ def summary(report: dict[str, Any], models: dict[str, Any], look_ups: dict[str, 
             f"{last[names[name]]:.3f}" for name in models
         ],
         **look_ups,
-        "bytes per sequence": [f"{bytes_of[name]:,}" if name in bytes_of else "grow" for name in models],
+        "bytes per sequence": [bytes_of.get(name, "grow") for name in models],
     }
     pays = [f"{name} {pays_from(curve)}" for name, curve in quality["speed"]["model"].items()]
     word, reason = figures_of(quality).verdict
