@@ -10,6 +10,10 @@ PAPERS := untrained copy_task
 BENCH_DIR ?= outputs/benchmarks
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Empty is unset: the tests start many processes, and vLLM alone takes 20 seconds to compile where no bytecode is kept.
+export PYTHONDONTWRITEBYTECODE :=
+# A file's tests stay together, so that fixtures are made once, and the longest files come first (tests/conftest.py).
+BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 
@@ -37,7 +41,7 @@ demo: $(VENV)/.installed ## Convert a model that looks things up, and see what t
 
 .PHONY: test
 test: $(VENV)/.installed ## The test suite (4 to 11 minutes on 2 cores)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q $(BY_FILE)
 
 # Everything whose oldest version is not stated comes from $(VENV).
 OLDEST := $(VENV)/oldest
@@ -52,7 +56,7 @@ $(OLDEST)/.installed: $(VENV)/.installed constraints-oldest.txt
 
 .PHONY: test-oldest
 test-oldest: $(OLDEST)/.installed ## A part of the tests with the oldest versions that pyproject.toml states (3 minutes)
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n $(WORKERS) -p no:cacheprovider -k "not image $(OLDEST_TORCH:%=and not compile)" \
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q $(BY_FILE) -p no:cacheprovider -k "not image $(OLDEST_TORCH:%=and not compile)" \
 		tests/hf_linear_attention/test_modeling.py tests/hf_linear_attention/test_generation.py \
 		tests/hf_linear_attention/test_cache.py tests/conversion/test_conversion.py tests/training/evaluation tests/training/presets \
 		tests/shipping/test_alone.py::test_it_loads_and_computes_the_same
@@ -61,16 +65,19 @@ test-oldest: $(OLDEST)/.installed ## A part of the tests with the oldest version
 # checkpoint that carries code of 5.16 is among the tests.
 LATEST := $(VENV)-latest
 .PHONY: test-latest
-test-latest: $(VENV)/.installed ## The core with today's releases of transformers, accelerate, peft and sentence-transformers (5 minutes)
+test-latest: $(VENV)/.installed ## The core with today's releases of transformers, accelerate, peft and sentence-transformers (5 minutes; one where none is newer)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	test -x $(LATEST)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(LATEST)
 	$(BIN)/uv pip install --quiet --python $(LATEST) --index-strategy unsafe-best-match \
 		$(if $(LINKS),--find-links "$(LINKS)",--extra-index-url $(CPU_TORCH)) torch==2.13.0+cpu
 	$(BIN)/uv pip install --quiet --python $(LATEST) --upgrade torch==2.13.0+cpu --editable ".[test]"
-	$(LATEST)/bin/python -c "import importlib.metadata as m; print(*(f'{x} {m.version(x)}' for x in '$(PRINTED)'.split()), sep='\n')"
-	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -p no:cacheprovider $(CORE) \
-		tests/architectures tests/shipping/test_alone.py "tests/docs/test_commands.py::test_page[README.md]"
-PRINTED := torch transformers accelerate peft sentence-transformers datasets tokenizers huggingface_hub
+	$(LATEST)/bin/python -c "$(VERSIONS)" | tee $(LATEST)/versions
+	@if $(BIN)/python -c "$(VERSIONS)" | cmp -s - $(LATEST)/versions; \
+	then tests=; echo "test-latest: no library is newer than in $(VENV), where \`make test\` runs; here, README's page alone"; \
+	else tests="$(CORE) tests/architectures tests/shipping/test_alone.py"; fi; \
+	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -q $(BY_FILE) -p no:cacheprovider $$tests "tests/docs/test_commands.py::test_page[README.md]"
+LIBRARIES := torch transformers accelerate peft sentence-transformers datasets tokenizers huggingface_hub
+VERSIONS := import importlib.metadata as m; print(*(f'{x} {m.version(x)}' for x in '$(LIBRARIES)'.split()), sep='\n')
 CORE := $(addprefix tests/hf_linear_attention/test_, $(addsuffix .py, modeling generation cache long_inputs masks positions prompt_state convert))
 
 # vLLM asks for an older transformers. uv takes a minute for what takes pip twenty, and reads no settings of pip.

@@ -52,7 +52,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
         (objectives.AttentionTransfer, "total"),
         (objectives.FarShare, "total"),
     ],
-    "backward": [(Accelerator, "backward"), (objectives, "differentiated")],
+    "backward": [(Accelerator, "backward"), (objectives, "gradients_of")],
     "clipping": [(TrainingLoop, "_clip")],
     "optimizer": [(TrainingLoop, "_update")],
     "data": [(batches, "pad"), (batches.Stream, "__getitem__"), (TrainingLoop, "_to_device")],

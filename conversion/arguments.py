@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from hf_linear_attention._common.command_line import Parser, given_options, typed_name
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.options import (
-    BYTES,
     COUNT,
     SEED,
     Bounds,
@@ -40,8 +39,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT = "default"
 # The file with the options of a conversion, beside its weights.
 RECIPE = "recipe.yaml"
-# The sizes that `--state_bytes` chooses.
-SIZES = ("window_size", "num_sinks", "num_features", "num_exact_keys")
 # Options that there are no more, and what to do instead.
 _OF_EMBEDDINGS = ("retrieval_file", "prompt_name", "query_prompt_name", "document_prompt_name", "matryoshka_dims")
 REMOVED: dict[str, str] = {
@@ -50,6 +47,7 @@ REMOVED: dict[str, str] = {
     "normalization": "leave it out: near and far keys share one denominator",
     "softmax_heads": "give `--num_exact_keys` of `--attention hybrid`, or keep whole layers with `--softmax_layers`",
     "max_position_embeddings": "read longer texts in chunks (docs/positions.md)",
+    "state_bytes": "give `--state_tokens`, the size in tokens of a softmax cache",
     "base_model": "name the original in the head of README.md: `base_model: user/original`",
     "train_file": "leave it out: recall is measured on `--validation_file`",  # of `evaluate`
     **{name: OF_FINETUNE[name] for name in (*_OF_EMBEDDINGS, "cache_teacher")},
@@ -162,20 +160,23 @@ class ConversionArguments(MeasuringArguments):
         group="attention",
     )
     cross_attention: bool = option("convert the cross-attention of an encoder-decoder too", False, group="attention")
-    state_bytes: int | None = option(
-        "the size in bytes of the decoding state of all layers together, divided between the window, the sinks and the "
-        "features of hybrid (or the window and the sinks of window): a sixth for features, in multiples of 16, then 4 "
-        "sinks, and the rest for the window. Sizes that are given do not change",
+    state_tokens: int | None = option(
+        "the size of the state of each key/value head, as the number of tokens whose keys and values have as many "
+        "bytes in the dtype of the result; a quarter is the window of hybrid, 4 are sinks, 32 features take "
+        "some, and the rest are exact keys; sizes that are given do not change (default, with --preset or without "
+        "--attention: a sixteenth of the trained length, but at least the smaller of a quarter of it and 1024, and at "
+        "most 8192)",
         None,
-        bounds=BYTES,
+        bounds=COUNT,
         group="attention",
     )
     dtype: str = option(
         "the dtype of the weights written; auto keeps that of the checkpoint", "auto", DTYPES, group="result"
     )
     calibration_file: str | None = option(
-        "real inputs to which --features favor++ is fitted: .txt, .jsonl, .csv, .tsv or .parquet (column `text`, or "
-        "rows of the model's task; default: built-in sentences)",
+        "real inputs to which --features favor++ and the scores of --num_exact_keys are fitted: .txt, .jsonl, .csv, "
+        ".tsv or .parquet (column `text`, or rows of the model's task; default: built-in sentences for the one, "
+        "--train_file or Python's documentation for the other)",
         None,
         is_path=True,
         group="attention",
@@ -299,20 +300,12 @@ class Request:
             preset: the settings of the preset; empty without one.
             spread: what turns settings with values by layer into one dict for each group of layers; needed only if
                 there are such values.
-
-        Raises:
-            UsageError: if `--state_bytes` is to be divided between layers with different settings.
         """
         given: Any = self.given
         if is_by_layer(given):
             given = spread({"mechanism": preset.get("mechanism", "linear"), **given})
         if isinstance(given, Mapping):
             return self._completed(given, preset)
-        if self.arguments.state_bytes is not None:
-            raise UsageError(
-                "`--state_bytes` is for layers with equal settings; give the sizes of these layers instead, such as "
-                "`--window_size 0-3:64,4-:16`"
-            )
         return [self._completed(entry, preset) for entry in given]
 
     def _completed(self, given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,23 +316,15 @@ class Request:
                 f"`--form {form}` with `--preset {self.arguments.preset}`: its layers need other rates; give `--preset "
                 f"{form}`"
             )
-        defaults = self._without_replaced(defaults)
         settings = {"mechanism": "linear", "layers": "all", **defaults, **given}
-        if self.arguments.state_bytes is not None:
-            settings["state_bytes"] = self.arguments.state_bytes
+        if self.arguments.state_tokens is not None:
+            settings["state_tokens"] = self.arguments.state_tokens
         mechanism = MECHANISM_OPTIONS[settings["mechanism"]]
         # Every mechanism uses the seed; a mechanism whose function is drawn from it also stores it.
         draws = "seed" in mechanism.options and "seed" not in mechanism.unused(mechanism.filled(settings))
         if self.arguments.seed is not None and draws:
             settings["seed"] = self.arguments.seed
         return settings
-
-    def _without_replaced(self, preset: Mapping[str, Any]) -> dict[str, Any]:
-        """A preset's settings without the sizes that a budget replaces, or without the budget that sizes replace."""
-        if self.arguments.state_bytes is not None:
-            return {name: value for name, value in preset.items() if name not in SIZES}
-        has_size = any(name in self.given for name in SIZES)
-        return {name: value for name, value in preset.items() if name != "state_bytes" or not has_size}
 
 
 def parse(argv: Sequence[str], description: str | None = None) -> Request:

@@ -20,11 +20,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from hf_linear_attention._common.errors import TrainingError, UsageError
 from hf_linear_attention._common.reading import short
 from hf_linear_attention._common.special_tokens import special_token
-from hf_linear_attention.configuration_linear_attention import is_causal_config
+from hf_linear_attention.configuration_linear_attention import entries_of, is_causal_config
 from hf_linear_attention.conversion.output_folder import load_source_tokenizer
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.source import Source
-from hf_linear_attention.conversion.verification import built_in_text
+from hf_linear_attention.conversion.verification import built_in_text, documentation
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, loader
 from hf_linear_attention.training.data.file_checks import (
     SUFFIXES,
@@ -33,7 +33,12 @@ from hf_linear_attention.training.data.file_checks import (
     wanted_columns,
 )
 from hf_linear_attention.training.data.packing import IGNORED, Examples, Part, shorten
-from hf_linear_attention.training.data.processors import load_processor, pad_token_id, sequence_length
+from hf_linear_attention.training.data.processors import (
+    default_length,
+    load_processor,
+    pad_token_id,
+    sequence_length,
+)
 from hf_linear_attention.training.recipe import (
     DataArguments,
     ModelArguments,
@@ -50,7 +55,7 @@ if TYPE_CHECKING:
     from datasets import Dataset  # most conversions do without this library
 
 
-BATCH_SIZE = 8
+BATCH_TOKENS = 4096
 TEXT_COLUMN = "text"
 PAIR_COLUMNS: dict[str, Any] = {
     "text_column_name": "sentence1",
@@ -86,7 +91,7 @@ def real_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code:
     if path is not None and reads_rows(source, plan, path):
         return RealInputs(Path(path).name, partial(_task_rows, source, plan, path, trust_remote_code))
     if kind == "input_ids":
-        return _text_inputs(source, plan.config, path, trust_remote_code)
+        return _text_inputs(source, plan, path, trust_remote_code)
     if path is not None:
         raise UsageError(
             f"`--calibration_file` = {path!r} has no rows that {source.name} reads; a model of images needs a column "
@@ -95,20 +100,34 @@ def real_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code:
     return None
 
 
-def _text_inputs(
-    source: Source, config: PreTrainedConfig, path: str | None, trust_remote_code: bool
-) -> RealInputs | None:
-    tokenizer = load_source_tokenizer(source, trust_remote_code)
+def _text_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code: bool) -> RealInputs | None:
+    config, tokenizer = plan.config, load_source_tokenizer(source, trust_remote_code)
     ids = built_in_text(config, tokenizer)
     if path is None:
         if ids is None:
             return None
+        if keeps_exact_keys(plan):
+            return RealInputs("Python's documentation", partial(_documentation_rows, config, tokenizer))
         found = [_complete(config, {"input_ids": one}) for one in ids]
         return RealInputs("built-in sentences", lambda _: found)  # few, whatever their number of tokens
     check_text_file("calibration_file", path)
     if tokenizer is None or ids is None:
         raise UsageError(f"`--calibration_file`: {source.name} has no tokenizer of its own to read the file with")
     return RealInputs(Path(path).name, partial(_text_batches, config, tokenizer, path))
+
+
+def keeps_exact_keys(plan: Plan) -> bool:
+    """Whether a layer chooses exact keys by scores, which need long texts."""
+    return any(entry.get("num_exact_keys") for entry in entries_of(plan.settings))
+
+
+def _documentation_rows(config: PreTrainedConfig, tokenizer: Any, max_tokens: int) -> list[Batch]:
+    """Rows of the second half of Python's documentation; the verification reads the first."""
+    text, length = documentation(), default_length(config)
+    part = text[len(text) // 2 :][: 8 * max_tokens]
+    ids = tokenizer(part, add_special_tokens=False, return_tensors="pt").input_ids[0, :max_tokens]
+    rows = ids[: len(ids) // length * length].view(-1, length) if len(ids) >= length else ids[None]
+    return [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in rows]
 
 
 def check_text_file(option: str, path: str, columns: Sequence[str] = ("text",), instead: str | None = None) -> None:
@@ -171,7 +190,8 @@ def _text_batches(
 
 
 def _padded(examples: Examples, padding: int) -> list[Batch]:
-    plan = EvaluationBatches(len(examples), BATCH_SIZE, 0, 1)
+    size = max(1, BATCH_TOKENS // max(examples.lengths, default=1))
+    plan = EvaluationBatches(len(examples), size, 0, 1)
     return list(loader(Stream(examples, 0, shuffle=False), plan, padding))
 
 

@@ -42,6 +42,7 @@ With HF_LINEAR_ATTENTION_DEBUG=1, errors are shown with their traceback.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,7 +53,7 @@ if not __package__:  # the file was started as a script, and its folder must not
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
-from hf_linear_attention._common.command_line import ignore_interrupts, let_threads_sleep, run_command
+from hf_linear_attention._common.command_line import ignore_interrupts, is_first_process, let_threads_sleep, run_command
 from hf_linear_attention._common.logs import quiet_transformers, to_stderr
 from hf_linear_attention.conversion.arguments import Request, parse
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     let_threads_sleep()
     stopped = "--output_dir is complete, or as it was before"
-    code = run_command("convert_checkpoint.py", lambda: _convert(words), stopped=stopped)
+    code = run_command("convert_checkpoint.py", lambda: _convert(words), stopped=stopped, speaks=is_first_process())
     if argv is None:
         ignore_interrupts()
     return code
@@ -77,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _convert(argv: Sequence[str]) -> None:
     """Do what the command line asks for, and print the result."""
     request = parse(argv, __doc__)
+    if not is_first_process():
+        logging.disable()
     with to_stderr(PACKAGE, "hf_linear_attention._common"), quiet_transformers():
         for text in _answers(request):
             sys.stdout.write(f"{text}\n")
@@ -89,6 +92,12 @@ def _answers(request: Request) -> Iterator[str]:
     from hf_linear_attention.conversion.result_text import describe_result
 
     conversion = prepare(request)
+    if not is_first_process():
+        if conversion.training is not None and not request.arguments.dry_run:
+            from hf_linear_attention.conversion.preset_run import take_part
+
+            take_part(conversion, conversion.training)
+        return
     chosen = _default_lines(conversion)
     if request.arguments.dry_run:
         yield "\n".join([*chosen, *_preview(conversion)])

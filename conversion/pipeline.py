@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention import calibrate, supported_model_types
 from hf_linear_attention._common.command_line import not_essential
-from hf_linear_attention._common.devices import memory_of_machine
+from hf_linear_attention._common.devices import memory_of_machine, ready_to_compute
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.folders import only_writer, saving, staging
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite
@@ -24,7 +24,7 @@ from hf_linear_attention._common.model_card import REPORT, source_metadata, writ
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.arguments import DEFAULT, ConversionArguments, Request
-from hf_linear_attention.conversion.calibration_data import RealInputs, real_inputs
+from hf_linear_attention.conversion.calibration_data import RealInputs, keeps_exact_keys, real_inputs
 from hf_linear_attention.conversion.export.qwen3_5 import finish_stock, refuse
 from hf_linear_attention.conversion.output_folder import (
     check_hub_name,
@@ -58,11 +58,16 @@ from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.conversion.verification import verify
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.model_conversion import with_defaults
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.training.data.processors import default_length
 
 
 logger = logging.getLogger(__name__)
 
-CALIBRATION_TOKENS = 4096  # for FAVOR++; the fitting itself is `hf_linear_attention.calibrate`
+# For FAVOR++; the fitting itself is `hf_linear_attention.calibrate`.
+CALIBRATION_TOKENS = 4096
+# For the scores of exact keys, which have a weight for each number of a hidden state: 28,672 tokens for one of 896.
+TOKENS_PER_WEIGHT, FEWEST_ROWS = 32, 4
 
 
 @dataclass(frozen=True)
@@ -204,7 +209,7 @@ def _open_inputs(arguments: ConversionArguments, source: Source, plan: Plan) -> 
     ranks = count_of(arguments.softmax_layers) is not None
     if not needs_calibration(plan) and not ranks:
         return None
-    path = ranking_file(arguments) if ranks else arguments.calibration_file
+    path = ranking_file(arguments) if ranks or keeps_exact_keys(plan) else arguments.calibration_file
     return real_inputs(source, plan, path, arguments.trust_remote_code)
 
 
@@ -272,16 +277,25 @@ def calibrated(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]
         return None
     if inputs is None:
         logger.warning(
-            "not calibrated, because there is nothing to calibrate on; give `--calibration_file`. "
-            "Without calibration the features are those of FAVOR+"
+            "not calibrated, because there is nothing to calibrate on; give `--calibration_file`. Without calibration "
+            "the features are those of FAVOR+, and exact keys are the newest behind the window"
         )
         return {"inputs": None, "tokens": 0}
     logger.info("calibrating on %s", inputs.name)
+    count = _calibration_tokens(conversion.plan)
     try:
-        tokens = calibrate(model, progress(inputs.batches(CALIBRATION_TOKENS), "calibrating"))
+        with ready_to_compute(model):
+            tokens = calibrate(model, progress(inputs.batches(count), "calibrating"))
     except NotImplementedError as error:
         raise UsageError(f"{conversion.plan.mechanisms} with these settings needs calibration, but {error}") from error
     return {"inputs": inputs.name, "tokens": tokens}
+
+
+def _calibration_tokens(plan: Plan) -> int:
+    if not keeps_exact_keys(plan):
+        return CALIBRATION_TOKENS
+    widths = (module.linear_attention.shape.hidden_size for module in linear_attention_modules(plan.model).values())
+    return max(TOKENS_PER_WEIGHT * max(widths), FEWEST_ROWS * default_length(plan.config))
 
 
 def load_converted(conversion: Conversion) -> PreTrainedModel:

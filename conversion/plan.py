@@ -1,13 +1,9 @@
-"""What a conversion will do, worked out on the meta device: no weight is loaded and nothing is written.
-
-`with_budget` divides the bytes of `--state_bytes` between the sizes of the window and of the linear part.
-"""
+"""What a conversion will do, worked out on the meta device: no weight is loaded and nothing is written."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
@@ -19,14 +15,11 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention._common.heads import Head, Inputs, head_of
 from hf_linear_attention._common.reading import read_json, reading
 from hf_linear_attention.attention.architectures import attention_modules
-from hf_linear_attention.attention.layer import LinearizedCrossAttention
 from hf_linear_attention.attention.transformers_internals import loaded_names
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
-from hf_linear_attention.conversion.arguments import SIZES
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.layer_ranges import layers_text, spread
-from hf_linear_attention.mechanisms.base import AttentionMechanism, MechanismInputs
-from hf_linear_attention.mechanisms.registry import MECHANISMS
+from hf_linear_attention.mechanisms.base import AttentionMechanism
 from hf_linear_attention.mechanisms.settings import OWN
 from hf_linear_attention.model_conversion import convert_config, refuse_converted, refuse_own_code, stock_model_class
 from hf_linear_attention.modeling_linear_attention import (
@@ -34,6 +27,7 @@ from hf_linear_attention.modeling_linear_attention import (
     linear_model_class,
     self_attention_modules,
 )
+from hf_linear_attention.state_size import cache_bytes_per_token, state_bytes
 from hf_linear_attention.survey import converted_features, is_bounded
 from hf_linear_attention.training.recipe import MECHANISM
 
@@ -216,10 +210,7 @@ def make_plan(
         refuse_converted(stock)
         stock_class = stock_model_class(stock)
     with reading(source.config_file, names_ours=False):
-        config = convert_config(stock, changed(settings, _without_budget))
-        if any("state_bytes" in entry for entry in entries_of(settings)):
-            sized = changed(settings, lambda entry: with_budget(entry, stock_class, stock, kept_dtype))
-            config = convert_config(stock, sized)
+        config = convert_config(stock, settings, model_class=stock_class, dtype=kept_dtype)
         with torch.device("meta"):
             model = linear_model_class(stock_class)(config)
     converted = linear_attention_modules(model)
@@ -254,16 +245,6 @@ def spread_over_layers(settings: Mapping[str, Any], source: Source, trust_remote
         return spread(settings, stock_model_class(stock), stock)
 
 
-def changed(settings: Any, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
-    """`change` of the settings, or of each entry of a list of settings."""
-    entries = [change(entry) for entry in entries_of(settings)]
-    return entries[0] if isinstance(settings, Mapping) else entries
-
-
-def _without_budget(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name != "state_bytes"}
-
-
 def stock_config(source: Source, trust_remote_code: bool) -> PreTrainedConfig:
     """The config of the source.
 
@@ -296,9 +277,9 @@ def _refuse_quantized(source: Source, config: PreTrainedConfig) -> None:
 def _layer_plan(layer: int, name: str, module: nn.Module, dtype: torch.dtype) -> LayerPlan:
     mechanism = cast(AttentionMechanism, module.linear_attention)
     shape, kind = mechanism.shape, mechanism.settings["mechanism"]
-    cache = 2 * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
     names = cast(type, module.stock_class).__name__, type(module).__name__, kind
-    return LayerPlan(layer, name, *names, shape.num_heads, state_bytes(module, dtype), cache)
+    sizes = state_bytes(module, dtype), cache_bytes_per_token(module, dtype)
+    return LayerPlan(layer, name, *names, shape.num_heads, *sizes)
 
 
 def _dtype_of(dtype: str, source: Source) -> torch.dtype:
@@ -351,153 +332,3 @@ def _dropped_features(model: PreTrainedModel, converted: Mapping[int, nn.Module]
     if dropout and converted:
         features.append(f"attention dropout of {dropout} (in training only)")
     return features
-
-
-# ---- `--state_bytes`: the sizes of window and linear part
-
-# The share of the linear part (benchmarks/results/conversion.md, "the default preset"). Between a sixth and a
-# third of the bytes stories260k learns equally well; with two thirds it has .016 nats more.
-LINEAR_SHARE = 1 / 6
-# The number of features is a multiple of this, the number of float32 values in the widest vector registers.
-VECTOR = 16
-NUM_SINKS = 4
-# The value in a preset that stands for the bytes of its own sizes.
-AS_SIZED = "as_sized"
-LARGE_HEAD = 64
-# The smallest value of each size; features of `hedgehog` come in pairs.
-LEAST = dict(zip(SIZES, (1, 0, 2, 1)))
-# The share of exact keys in what remains for them and the window. On stories260k, windows of 7 to 12 tokens of the
-# remaining 40 learn equally well.
-EXACT_SHARE = 3 / 4
-_MEASURED: dict[tuple[Any, ...], int | None] = {}
-
-
-def split_budget(
-    num_bytes: int, settings: Mapping[str, Any], bytes_of: Callable[[Mapping[str, Any]], int]
-) -> dict[str, Any]:
-    """The settings with the sizes for a state of `num_bytes` in all layers together; given sizes do not change.
-
-    The linear part gets a sixth of the bytes, as a multiple of 16 features and at least 16. There are 4 sinks. Of the
-    rest, exact keys get three quarters and the window one. The mechanism `window` has no linear part, and exact keys
-    only go with one kind of it (`num_exact_keys` of HybridOptions).
-
-    Args:
-        settings: the `linear_attention` settings, with `mechanism`.
-        bytes_of: the size in bytes of the decoding state of all converted layers, for given settings. It must be linear
-            in the window size and the numbers of sinks, features and exact keys, except for the first exact key.
-
-    Raises:
-        UsageError: if the mechanism has no window, or the budget is too small for one.
-    """
-    mechanism = settings["mechanism"]
-    if mechanism not in ("hybrid", "window"):
-        raise UsageError(
-            f"`--state_bytes` divides bytes between a window and a linear part, but `{mechanism}` has no window; use "
-            "`--attention hybrid`, or give `--num_features`"
-        )
-    options = MECHANISMS[mechanism]
-    unused = options.unused(options.filled(settings))
-    sizes = [name for name in LEAST if name in options.options and name not in unused]
-    least = {name: LEAST[name] for name in sizes if settings.get(name) is None}
-    chosen = {**settings, **least}
-    base = bytes_of(chosen)
-    step = {name: (bytes_of({**chosen, name: size + 2}) - base) / 2 for name, size in least.items()}
-    if "num_features" in step:
-        vectors = round(num_bytes * LINEAR_SHARE / (step["num_features"] * VECTOR))
-        chosen["num_features"] = VECTOR * max(1, vectors)
-    if "num_sinks" in step:
-        chosen["num_sinks"] = NUM_SINKS
-    smallest = bytes_of(chosen)
-    if smallest > num_bytes:
-        sized = ", ".join(f"`{name}` = {chosen[name]}" for name in sizes)
-        raise UsageError(
-            f"`--state_bytes {num_bytes}` is less than the {smallest:,} bytes of {sized}; give more bytes or smaller "
-            "sizes"
-        )
-    if "num_exact_keys" in step:
-        share = EXACT_SHARE if "window_size" in step else 1
-        chosen["num_exact_keys"] += int((num_bytes - smallest) * share // step["num_exact_keys"])
-    if "window_size" in step:
-        chosen["window_size"] += int((num_bytes - bytes_of(chosen)) // step["window_size"])
-    return chosen
-
-
-def with_budget(settings: Mapping[str, Any], stock_class: type, stock: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """The settings with sizes in place of `state_bytes`.
-
-    `as_sized` in a preset stands for the bytes of its own sizes. These are divided anew if head_dim is below 64, where
-    a feature takes at least as many bytes as a key. Larger heads were not measured, and their sizes do not change.
-
-    Raises:
-        UsageError: as `split_budget` does.
-        ValueError: if the model cannot be converted with these settings.
-    """
-    settings = dict(settings)
-    budget = settings.pop("state_bytes", None)
-    if budget is None:
-        return settings
-    config = convert_config(stock, **settings)
-    with torch.device("meta"):
-        modules = list(linear_attention_modules(linear_model_class(stock_class)(config)).values())
-
-    def bytes_of(sized: Mapping[str, Any]) -> int:
-        sizes = {name: sized[name] for name in LEAST if name in sized}
-        return sum(state_bytes(_resized(module, sizes), dtype) or 0 for module in modules)
-
-    if budget == AS_SIZED:
-        heads = [module.linear_attention.shape.head_dim for module in modules]
-        if not heads or max(heads) >= LARGE_HEAD:
-            return settings
-        budget = bytes_of(settings)
-        settings = {name: value for name, value in settings.items() if name not in LEAST}
-    return split_budget(budget, settings, bytes_of)
-
-
-def _resized(module: Any, sizes: Mapping[str, Any]) -> Any:
-    """The same layer, whose mechanism is replaced by one of these sizes."""
-    before = module.linear_attention
-    with torch.device("meta"):
-        mechanism = MECHANISMS[before.settings["mechanism"]]({**before.settings, **sizes}, before.shape)
-    module.linear_attention = mechanism
-    return module
-
-
-def state_bytes(module: nn.Module, dtype: torch.dtype = torch.float32) -> int | None:
-    """The size in bytes of the state of a converted layer per sequence, which does not depend on the length.
-
-    Keys and values have this `dtype`. The size is None for an encoder, or a mechanism without a state. It is measured
-    once for layers that are alike.
-    """
-    mechanism = cast(AttentionMechanism, module.linear_attention)
-    settings, shape = mechanism.settings, mechanism.shape
-    own = [value for name, value in settings.items() if name not in ("layers", "drop") and isinstance(value, list)]
-    shape = shape if any(own) else replace(shape, layer=0)  # without lists, no setting depends on the layer
-    directions = module.linear_attention_is_causal, isinstance(module, LinearizedCrossAttention)
-    key = (type(mechanism), json.dumps(settings, sort_keys=True, default=str), shape, dtype, *directions)
-    if key not in _MEASURED:
-        state = _state_of_one_token(module, dtype)
-        sizes = (tensor.numel() * tensor.element_size() for tensor in state or () if tensor is not None)
-        _MEASURED[key] = None if state is None else sum(sizes)
-    return _MEASURED[key]
-
-
-def _state_of_one_token(module: nn.Module, dtype: torch.dtype) -> tuple[Any, ...] | None:
-    mechanism = cast(AttentionMechanism, module.linear_attention)
-    is_encoder = not module.linear_attention_is_causal and not isinstance(module, LinearizedCrossAttention)
-    if is_encoder or not mechanism.supports("state", mechanism.settings):
-        return None
-    shape = mechanism.shape
-    device = next((tensor.device for tensor in mechanism.state_dict().values()), torch.device("meta"))
-    query = torch.zeros(1, shape.num_heads, 1, shape.head_dim, device=device, dtype=dtype)
-    key = torch.zeros(1, shape.num_key_value_heads, 1, shape.head_dim, device=device, dtype=dtype)
-    value, is_causal = key, bool(module.linear_attention_is_causal)
-    inputs = MechanismInputs(query, key, value, None, 1.0, is_causal)
-    with torch.no_grad():
-        if mechanism.needs_positions:
-            start = torch.zeros(1, 1, dtype=torch.int32, device=device)
-            inputs = mechanism.prepare(inputs._replace(positions=start))
-        if mechanism.needs_gates:
-            hidden = torch.zeros(1, 1, shape.hidden_size or 0, device=device, dtype=dtype)
-            inputs = inputs._replace(gates=mechanism.gates(hidden))
-        _, state = mechanism(inputs, None)
-    return state or ()

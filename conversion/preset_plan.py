@@ -23,7 +23,7 @@ from hf_linear_attention.conversion.plan import Plan, stock_config
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.default_settings import direction_of
 from hf_linear_attention.training.data.pooling import pooling_of
-from hf_linear_attention.training.data.processors import DEFAULT_MAX_LENGTH
+from hf_linear_attention.training.data.processors import default_length
 from hf_linear_attention.training.presets import (
     EPOCHS,
     Preset,
@@ -133,7 +133,7 @@ def with_healed_frequencies(settings: Any, plan: Plan, preset: str) -> Any:
         settings: the settings from which the plan was made, a dict or a list of dicts.
     """
     stages = load_preset(preset).stages.get(str(plan.head.task), [])
-    longest = max((stage.options.get("max_length", DEFAULT_MAX_LENGTH) for stage in stages), default=None)
+    longest = max((stage.options.get("max_length", default_length(plan.config)) for stage in stages), default=None)
     result = []
     for entry, complete in zip(entries_of(settings), entries_of(plan.config.linear_attention), strict=True):
         kept = _healed_frequencies(complete, longest)

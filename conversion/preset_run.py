@@ -9,6 +9,7 @@ OUT.unfinished/final/         the result, which is moved to OUT; complete as soo
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_linear_attention._common import folders
+from hf_linear_attention._common.command_line import is_first_process
 from hf_linear_attention._common.errors import TerminatedError, UsageError
 from hf_linear_attention._common.folders import staging
 from hf_linear_attention._common.logs import to_stderr
@@ -34,6 +36,7 @@ from hf_linear_attention.conversion.recipe_file import write_recipe
 from hf_linear_attention.conversion.result_text import describe_result
 from hf_linear_attention.conversion.softmax_choice import CHOICE, choose_in, count_of, plan_without
 from hf_linear_attention.training.checkpoints import list_checkpoints
+from hf_linear_attention.training.distributed import disconnect, first_alone
 from hf_linear_attention.training.presets import STAGES, stages_of
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tasks import unit_of
@@ -44,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 HELD_OUT = {"tokens": "text", "images": "images"}
-REQUEST, FINAL = "request.json", "final"
+REQUEST, FINAL, TRAINS = "request.json", "final", "trains"
 
 
 def run_training(
@@ -67,7 +70,7 @@ def run_training(
     try:
         if not (work / CONVERTED).is_dir():
             run(replace(conversion, output_dir=work / CONVERTED))
-        if not final.is_dir():
+        if first_alone(TRAINS, lambda: not final.is_dir()):
             _train(conversion, training)
             _finish(conversion, training)
     except TerminatedError:
@@ -81,6 +84,12 @@ def run_training(
     folders.replace(final, training.output_dir)
     folders.discard(work)
     return text
+
+
+def take_part(conversion: Conversion, training: Training) -> None:
+    """Train with the first process of the launch, in which `run_training` does everything else."""
+    if first_alone(TRAINS, bool):
+        _train(conversion, training)
 
 
 def _open(conversion: Conversion, training: Training) -> None:
@@ -135,11 +144,13 @@ def _train(conversion: Conversion, training: Training) -> None:
         is_last = recipe.output_dir == training.work / TRAINED
         if is_last and count_of(arguments.softmax_layers) is not None:
             folder, teacher = Path(recipe.model.model_name_or_path), str(training.given["teacher_name_or_path"])
-            choose_in(folder, conversion.plan, conversion.source, arguments, conversion.inputs, teacher)
+            choose = functools.partial(choose_in, folder, conversion.plan, conversion.source, arguments)
+            first_alone(CHOICE, lambda: choose(conversion.inputs, teacher))
             known = {}  # they were those of the model before the choice
         figures = run_stage(recipe, known)
-        for checkpoint in list_checkpoints(recipe.output_dir):  # each is several times as large as the model
-            shutil.rmtree(checkpoint)
+        if is_first_process():
+            for checkpoint in list_checkpoints(recipe.output_dir):  # each is several times as large as the model
+                shutil.rmtree(checkpoint)
         return figures
 
     datasets.disable_progress_bars()  # the only progress bar is that of the training
@@ -147,6 +158,7 @@ def _train(conversion: Conversion, training: Training) -> None:
         run_stages(training.preset, training.given, run_and_tidy)
         if training.heals_control:
             heal_control(conversion.source, training, arguments, run_and_tidy)
+    disconnect()
 
 
 def _finish(conversion: Conversion, training: Training) -> None:

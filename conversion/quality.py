@@ -40,7 +40,6 @@ from hf_linear_attention.conversion.calibration_data import PAIR_COLUMNS, check_
 from hf_linear_attention.conversion.figures import figures_of
 from hf_linear_attention.conversion.model_speed import model_speed
 from hf_linear_attention.conversion.page import write_page
-from hf_linear_attention.conversion.plan import state_bytes
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training, check_measuring
 from hf_linear_attention.conversion.report import settings_of
 from hf_linear_attention.conversion.source import Source, open_source
@@ -48,6 +47,7 @@ from hf_linear_attention.conversion.verification import head_figures
 from hf_linear_attention.extensions import PREFIX
 from hf_linear_attention.model_conversion import convert_config
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, linear_model_class
+from hf_linear_attention.state_size import state_bytes
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, loader
 from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.processors import (
@@ -58,11 +58,12 @@ from hf_linear_attention.training.data.processors import (
     sequence_length,
 )
 from hf_linear_attention.training.data.splits import load_data
+from hf_linear_attention.training.distributed import first_alone
 from hf_linear_attention.training.evaluation import retention
 from hf_linear_attention.training.evaluation.embeddings import compare_embeddings, compare_pairs, embed
 from hf_linear_attention.training.evaluation.recall import RECALL, RecallProbe
 from hf_linear_attention.training.evaluation.retention import Settings, TokenFigures, separate_windows
-from hf_linear_attention.training.models import load_student, load_teacher
+from hf_linear_attention.training.models import checkpoint_dtype, load_student, load_teacher
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.run import Run, run_stages
 from hf_linear_attention.training.tasks import MESSAGES
@@ -174,7 +175,9 @@ def read_text(recipe: Recipe, max_eval_length: int) -> HeldOutText:
     tokenizer = load_tokenizer(recipe)
     examples: Any = load_data(recipe, tokenizer).validation
     length = sequence_length(recipe, tokenizer, load_config(recipe))
-    return HeldOutText(examples, length, tokenizer.bos_token_id, pad_token_id(tokenizer), max_eval_length)
+    dtype = checkpoint_dtype(recipe.model.task, recipe.model.model_name_or_path, recipe.model.trust_remote_code)
+    padding = pad_token_id(tokenizer)
+    return HeldOutText(examples, length, tokenizer.bos_token_id, padding, max_eval_length, getattr(torch, dtype))
 
 
 def load_models(recipe: Recipe, folder: Path) -> tuple[Any, Any]:
@@ -243,7 +246,7 @@ def record(folder: Path, source: Source, quality: Mapping[str, Any] | None, name
 class HeldOutText:
     """`examples` of up to `max_length` tokens (protocol S), and what is needed to cut their text otherwise.
 
-    `max_eval_length`: the longest windows.
+    `max_eval_length`: the longest windows; `dtype`: that of the checkpoint, in which bytes are counted.
     """
 
     examples: Examples
@@ -251,6 +254,7 @@ class HeldOutText:
     bos_token_id: int | None
     padding: int
     max_eval_length: int
+    dtype: torch.dtype = torch.float32
 
     def batches(self) -> list[Batch]:
         """The padded batches of all examples."""
@@ -279,32 +283,39 @@ class Controls:
     left_out: str | None = None
 
 
-def model_state_bytes(model: PreTrainedModel) -> int:
+def model_state_bytes(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> int:
     """Bytes of the decoding state of all converted layers, per sequence; 0 where they have none."""
-    return sum(state_bytes(module) or 0 for module in linear_attention_modules(model).values())
+    return sum(state_bytes(module, dtype) or 0 for module in linear_attention_modules(model).values())
 
 
-def windows_of_same_bytes(teacher: PreTrainedModel, student: PreTrainedModel, trained_length: int) -> list[SameBytes]:
+def windows_of_same_bytes(
+    teacher: PreTrainedModel, student: PreTrainedModel, trained_length: int, dtype: torch.dtype = torch.float32
+) -> list[SameBytes]:
     """Per number of sinks the largest window, in the layers that the student converts, whose state takes no more bytes
-    than the student's at the trained length; none where the student has no state, or no window fits."""
-    budget, settings = model_state_bytes(student), student.config.linear_attention
+    than the student's, with keys and values of this dtype; none where the student has no state, or no window fits."""
+    budget, settings = model_state_bytes(student, dtype), student.config.linear_attention
     found = []
     for sinks in SINKS if budget else ():
-        sizes = [_window(teacher, settings, size, sinks, trained_length).state_bytes for size in (1, 2)]
+        sizes = [_window(teacher, settings, size, sinks, trained_length, dtype).state_bytes for size in (1, 2)]
         largest = 1 + (budget - sizes[0]) // (sizes[1] - sizes[0])
         if largest >= 1:
-            found.append(_window(teacher, settings, largest, sinks, trained_length))
+            found.append(_window(teacher, settings, largest, sinks, trained_length, dtype))
     return found
 
 
 def _window(
-    teacher: PreTrainedModel, settings: Settings, window_size: int, num_sinks: int, trained_length: int
+    teacher: PreTrainedModel,
+    settings: Settings,
+    window_size: int,
+    num_sinks: int,
+    trained_length: int,
+    dtype: torch.dtype,
 ) -> SameBytes:
     sizes = {"window_size": window_size, "num_sinks": num_sinks, "trained_length": trained_length}
     own = retention.window_settings(settings, **sizes)
     with torch.device("meta"):
         model: Any = linear_model_class(type(teacher))(convert_config(teacher.config, own))
-    return SameBytes(window_size, num_sinks, model_state_bytes(model), own)
+    return SameBytes(window_size, num_sinks, model_state_bytes(model, dtype), own)
 
 
 def trained_length_of(teacher: PreTrainedModel, student: PreTrainedModel, text: HeldOutText) -> int:
@@ -322,7 +333,7 @@ def window_length(teacher: PreTrainedModel, trained_length: int, text: HeldOutTe
 def possible_controls(teacher: PreTrainedModel, student: PreTrainedModel, text: HeldOutText) -> Controls:
     """The windows of the student's bytes for which the text is long enough."""
     trained_length = trained_length_of(teacher, student, text)
-    windows = windows_of_same_bytes(teacher, student, trained_length)
+    windows = windows_of_same_bytes(teacher, student, trained_length, text.dtype)
     if not windows:
         return Controls([], left_out="the model has no state of constant size that a window could be compared with")
     length, _ = window_length(teacher, trained_length, text)
@@ -358,21 +369,30 @@ def heal_control(source: Source, training: Training, data: Options, run: Run) ->
         run: what runs one stage, as for the student.
     """
     work = training.work / CONTROL
-    if not (work / CONVERTED).is_dir():
-        student = training.work / TRAINED
-        recipe, text = held_out_text(student, source, data)
-        model, teacher = load_models(recipe, student)
-        controls = possible_controls(teacher, model, text)
-        if not controls.windows:
-            logger.warning("no window of the same bytes is healed: %s", controls.left_out)
-            return
-        window, _ = better_window(teacher, controls.windows, text.batches())
-        work.mkdir(exist_ok=True)
-        with staging(work / CONVERTED) as folder:
-            save_window(teacher, window, student, folder, data.trust_remote_code)
+    if not first_alone(CONTROL, lambda: _has_control(source, training, data)):
+        return
     logger.info("the control: %s", work)
     given = {**training.given, "model_name_or_path": str(work / CONVERTED), "output_dir": str(work / TRAINED)}
     run_stages(training.preset, given, run)
+
+
+def _has_control(source: Source, training: Training, data: Options) -> bool:
+    """Write the untrained window into the work folder if it is not there; False if the text is too short for one."""
+    work = training.work / CONTROL
+    if (work / CONVERTED).is_dir():
+        return True
+    student = training.work / TRAINED
+    recipe, text = held_out_text(student, source, data)
+    model, teacher = load_models(recipe, student)
+    controls = possible_controls(teacher, model, text)
+    if not controls.windows:
+        logger.warning("no window of the same bytes is healed: %s", controls.left_out)
+        return False
+    window, _ = better_window(teacher, controls.windows, text.batches())
+    work.mkdir(exist_ok=True)
+    with staging(work / CONVERTED) as folder:
+        save_window(teacher, window, student, folder, data.trust_remote_code)
+    return True
 
 
 def save_window(

@@ -23,7 +23,7 @@ from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.preset_plan import Training
 
 
-NOT_OF_A_RECIPE = ("output_dir", "no_verify", "state_bytes")
+NOT_OF_A_RECIPE = ("output_dir", "no_verify", "state_tokens")
 
 
 def write_recipe(folder: Path, request: Request, plan: Plan, training: Training | None) -> None:

@@ -14,10 +14,11 @@ import transformers
 from hf_linear_attention._common.model_card import REPORT, write_model_card
 from hf_linear_attention._common.options import option_text
 from hf_linear_attention.configuration_linear_attention import max_length_of
-from hf_linear_attention.conversion.plan import Plan, state_bytes
+from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.kernels.cpu import kernel_backend
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.state_size import state_bytes
 
 
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}

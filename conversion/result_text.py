@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_linear_attention._common.command_line import PROGRAM, typed_name
-from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS
+from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, max_length_of
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.softmax_choice import CHOICE, describe_ranking
 from hf_linear_attention.conversion.source import Source
@@ -149,7 +149,9 @@ def _state_text(plan: Plan) -> str:
     text += f"{',' if len(sizes) == 1 else ';'} {plan.state_bytes:,} in {which}, per sequence of any length"
     if plan.head.task == "causal_lm" and plan.state_bytes:
         cache = sum(layer.cache_bytes_per_token for layer in plan.layers if layer.state_bytes)
-        text += f" (the size of a key-value cache of {plan.state_bytes // cache} tokens)"
+        lengths = sorted({1024, 8192, max_length_of(plan.config) or 32768})
+        shares = ", ".join(f"{plan.state_bytes / (cache * length):.3g} of that of {length:,}" for length in lengths)
+        text += f" (the size of a key-value cache of {plan.state_bytes // cache} tokens: {shares})"
     if others:
         kinds = {"a sliding window": plan.num_bounded, "a cache that grows": others - plan.num_bounded}
         text += f"; other layers have {' and '.join(f'{kind} ({count})' for kind, count in kinds.items() if count)}"

@@ -181,7 +181,7 @@ def _beyond_window(by_row: ByRow, tokenizer: PreTrainedTokenizerBase | None) -> 
     if first is None or direction_of(model.config) != "causal" or built_in_text(model.config, tokenizer) is None:
         return None
     last = min(first + TOKENS_BEYOND, max_length_of(model.config) or first + TOKENS_BEYOND) - 1
-    ids = cast(Any, tokenizer)(_documentation()[: 40 * (last + 1)], return_tensors="pt").input_ids[:, : last + 1]
+    ids = cast(Any, tokenizer)(documentation()[: 40 * (last + 1)], return_tensors="pt").input_ids[:, : last + 1]
     if ids.shape[1] <= last or last - first < FEWEST_BEYOND:
         return None
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -192,7 +192,7 @@ def _beyond_window(by_row: ByRow, tokenizer: PreTrainedTokenizerBase | None) -> 
     return {"first": first, "last": last, "kl_to_teacher": nats, "top1_agreement": same}
 
 
-def _documentation() -> str:
+def documentation() -> str:
     """The text that `help()` shows for topics; empty where Python was installed without it."""
     try:
         from pydoc_data.topics import topics

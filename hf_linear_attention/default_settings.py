@@ -10,17 +10,9 @@ from transformers import PreTrainedConfig
 from .configuration_linear_attention import is_causal_config
 
 
-# A test compares these with training/presets/default.yaml, where sizes also follow the size of the heads.
+# A test compares these with training/presets/default.yaml.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "causal": {
-        "mechanism": "hybrid",
-        "window_size": 16,
-        "num_sinks": 4,
-        "num_exact_keys": 48,
-        "num_features": 64,
-        "decay": "learned",
-        "rope": "partial",
-    },
+    "causal": {"mechanism": "hybrid", "state_tokens": "auto", "decay": "learned", "rope": "partial"},
     "bidirectional": {"mechanism": "window", "window_size": 128, "num_sinks": 1},
     "encoder_decoder": {"mechanism": "hybrid", "window_size": 64, "num_sinks": 1},
     # `hybrid` has no form for cross-attention, so with `cross_attention` a model gets one that has.

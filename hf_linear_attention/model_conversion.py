@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from .layer_ranges import is_by_layer, spread
 from .mechanisms.base import MechanismInputs
 from .mechanisms.registry import MECHANISMS
 from .modeling_linear_attention import converted_modules, linear_attention_modules, linear_model_class
+from .score_fit import ScoreMoments, hidden_states_as_gates
+from .state_size import with_sizes
 from .survey import BoundedLayersError, NoRotaryError, RotaryError
 
 
@@ -38,11 +41,13 @@ def convert_config(
     settings: Settings | None = None,
     *,
     model_class: type | None = None,
+    dtype: torch.dtype | None = None,
     **linear_attention: Any,
 ) -> Any:
     """The `Linear<X>Config` for a stock config; `settings` and `linear_attention` are those of `convert`.
 
-    For values by layer, the layers of `model_class` are counted, by default those of the class that the config names.
+    Values by layer and `state_tokens` look at the layers of `model_class`, by default the class that the config names.
+    The bytes of `state_tokens` are those of keys and values of this `dtype`, by default that of the config.
 
     Raises:
         TypeError: for both `settings` and `linear_attention`.
@@ -64,8 +69,18 @@ def convert_config(
     if isinstance(given, Mapping) and is_by_layer(given):
         given = spread(given, model_class or stock_model_class(config), config)
     filled = [_with_trained_length(entry, config) for entry in entries_of(given)]
+    config_class, kind = linear_config_class(model_type), dtype or getattr(config, "dtype", None) or torch.float32
+
+    def layers_of(entry: Mapping[str, Any]) -> list[Any]:
+        with torch.device("meta"):
+            model = linear_model_class(model_class or stock_model_class(config))(
+                config_class(**copy.deepcopy(fields), linear_attention=entry)
+            )
+        return list(linear_attention_modules(model).values())
+
+    filled = [with_sizes(entry, layers_of, kind) if "state_tokens" in entry else entry for entry in filled]
     is_one = isinstance(given, Mapping)
-    return linear_config_class(model_type)(**fields, linear_attention=filled[0] if is_one else filled)
+    return config_class(**fields, linear_attention=filled[0] if is_one else filled)
 
 
 def refuse_converted(config: PreTrainedConfig) -> None:
@@ -140,9 +155,9 @@ def convert(
         settings: a dict to use instead of `linear_attention`; or, for layers with different settings, a list of dicts,
             each with the numbers of its `layers`.
         **linear_attention: `mechanism`, `layers` and the options of the mechanism; see `LinearAttentionSettings`. The
-            default is `hybrid`, and `window` for encoders (`default_settings.py`). The mechanism and its
-            options may differ by layer, as in `mechanism={"0-3": "hybrid", "4-": "linear"}` and
-            `window_size={"0-1": 64, "2-3": 16}`; see `layer_ranges`.
+            default is `hybrid`, and `window` for encoders (`default_settings.py`). `state_tokens` chooses the sizes of
+            both for decoders (`state_size.py`). The mechanism and its options may differ by layer, as in
+            `mechanism={"0-3": "hybrid", "4-": "linear"}` and `window_size={"0-1": 64, "2-3": 16}`; see `layer_ranges`.
 
     Returns:
         A `Linear<X>...` model in evaluation mode. Its `save_pretrained` also writes the code that it needs, and unless
@@ -274,11 +289,9 @@ def _without_refused(entry: Mapping[str, Any], error: BaseException, given: Cont
         return {**entry, "layers": "full_attention"} if is_free else dict(entry)
     if isinstance(error, RotaryError):
         return {name: value for name, value in entry.items() if name != "rope" or "rope" in given}
-    exact = entry.get("num_exact_keys")
-    if entry.get("mechanism") != "hybrid" or exact == 0 or "num_exact_keys" in given:
+    if entry.get("mechanism") != "hybrid" or entry.get("num_exact_keys") == 0 or "num_exact_keys" in given:
         return dict(entry)
-    longer = {"window_size": entry["window_size"] + exact} if exact and "window_size" not in given else {}
-    return {**entry, "num_exact_keys": 0, **longer}
+    return {**entry, "num_exact_keys": 0}
 
 
 def _converted(
@@ -348,11 +361,12 @@ def _copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> int:
-    """Fit the constants of a converted model's mechanisms (FAVOR++) to its own queries and keys, in place.
+    """Fit the constants of a converted model's mechanisms to its own queries and keys, in place.
 
-    Every layer gets the inputs that it has in the original softmax model. The constants are fitted to all batches
-    together, so the result does not depend on how the tokens are divided into batches and padded. All queries and keys
-    are kept in memory until the end; a few thousand tokens are enough.
+    These are FAVOR++'s, and the scores that choose exact keys (`score_fit.py`). Every layer gets the inputs that it has
+    in the original softmax model. The constants are fitted to all batches together, so that the result of FAVOR++ does
+    not depend on how the tokens are divided into batches and padded. For it all queries and keys are kept in memory
+    until the end, and a few thousand tokens are enough. Scores need tens of thousands, in rows longer than the state.
 
     Args:
         batches: keyword arguments of the base model, as a tokenizer or image processor returns them: `input_ids` and
@@ -369,31 +383,55 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
     modules = [m for m in converted_modules(model) if m.linear_attention.needs_calibration(m.linear_attention.settings)]
     if not modules:
         return 0
-    queries: dict[Any, list[Tensor]] = {module: [] for module in modules}
-    keys: dict[Any, list[Tensor]] = {module: [] for module in modules}
-
-    def collect(seen: ObservedAttention) -> None:
-        if seen.module not in queries:
-            return
-        mask, is_cross = seen.inputs.key_mask, isinstance(seen.module, LinearizedCrossAttention)
-        queries[seen.module].append(_real_tokens(seen.inputs.query, None if is_cross else mask))
-        keys[seen.module].append(_real_tokens(seen.inputs.key, mask))
-
-    num_batches = 0
-    with observe_attention(model, collect):
+    found, num_batches = _Observed(modules), 0
+    takes_flag = found.moments and "use_cache" in inspect.signature(model.base_model.forward).parameters
+    uncached = {"use_cache": False} if takes_flag else {}
+    with hidden_states_as_gates(found.moments), observe_attention(model, found.add):
         for batch in batches:
             _check_batch(batch, model.main_input_name)
-            model.base_model(**{name: value.to(model.device) for name, value in batch.items()})
+            model.base_model(**{name: value.to(model.device) for name, value in batch.items()}, **uncached)
             num_batches += 1
-    if not num_batches or not all(sum(part.shape[2] for part in parts) for parts in keys.values()):
+    if not all(sum(counts) for counts in found.counts.values()):
         raise ValueError("`batches` has no token to calibrate on; pass at least one batch of real inputs.")
-    for module in modules:
-        query, key = torch.cat(queries[module], dim=2), torch.cat(keys[module], dim=2)
-        scaling = module.linear_attention_scaling
-        module.linear_attention.calibrate(MechanismInputs(query, key, key, None, scaling, False))
-    first = keys[modules[0]]
+    found.fit()
     # ALBERT's layers share one module, which then sees every batch several times.
-    return sum(part.shape[2] for part in first) * num_batches // len(first)
+    first = found.counts[modules[0]]
+    return sum(first) * num_batches // len(first)
+
+
+class _Observed:
+    """What the layers to calibrate have seen: sums for the scores of exact keys, all queries and keys for the others.
+
+    `counts` has the number of keys in each call of each layer.
+    """
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        scored = [module for module in modules if getattr(module.linear_attention, "num_exact_keys", 0)]
+        self.moments = {module.linear_attention: ScoreMoments.nothing(module.linear_attention) for module in scored}
+        self.kept: dict[Any, list[tuple[Tensor, Tensor]]] = {module: [] for module in modules if module not in scored}
+        self.counts: dict[Any, list[int]] = {module: [] for module in modules}
+
+    def add(self, seen: ObservedAttention) -> None:
+        if seen.module not in self.counts:
+            return
+        inputs, mechanism = seen.inputs, seen.module.linear_attention
+        mask, is_cross = inputs.key_mask, isinstance(seen.module, LinearizedCrossAttention)
+        self.counts[seen.module].append(inputs.key[:, 0, :, 0].numel() if mask is None else int(mask.sum()))
+        if mechanism in self.moments:
+            self.moments[mechanism].add(inputs, mechanism)
+        else:
+            query = _real_tokens(inputs.query, None if is_cross else mask)
+            self.kept[seen.module].append((query, _real_tokens(inputs.key, mask)))
+
+    def fit(self) -> None:
+        for module, parts in self.kept.items():
+            query, key = (torch.cat(part, dim=2) for part in zip(*parts))
+            scaling = module.linear_attention_scaling
+            module.linear_attention.calibrate(MechanismInputs(query, key, key, None, scaling, False))
+        explained = [moments.fit(mechanism) for mechanism, moments in self.moments.items()]
+        if explained:
+            share = sum(explained) / len(explained)
+            logger.info(f"The scores of exact keys explain {share:.0%} of the largest softmax weights, as logarithms.")
 
 
 def _check_batch(batch: Any, needed: str) -> None:

@@ -56,7 +56,7 @@ if not __package__:  # started as a file: its own folder must not hide other pac
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import hf_linear_attention  # noqa: F401  (registers the Linear<X> classes)
-from hf_linear_attention._common.command_line import let_threads_sleep, run_command
+from hf_linear_attention._common.command_line import is_first_process, let_threads_sleep, run_command
 from hf_linear_attention._common.folders import only_writer
 from hf_linear_attention.training.presets import Preset
 from hf_linear_attention.training.recipe import Recipe
@@ -84,7 +84,7 @@ def _finetune(argv: Sequence[str], speaks: bool, finished: Callable[[Path], None
     asked = parse_options(argv, __doc__)
     level = logging.INFO if speaks else logging.ERROR
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = is_first_process()
     logging.getLogger("accelerate.checkpointing").setLevel(logging.WARNING)  # it would name every file of a checkpoint
     folder = asked.output_dir if isinstance(asked, Recipe) else Path(asked[1]["output_dir"])
     with only_writer(folder.resolve()) if is_first else nullcontext():

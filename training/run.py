@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list, set_seed
 from transformers import PreTrainedModel
 
+from hf_linear_attention._common.command_line import is_first_process
 from hf_linear_attention._common.errors import SetupError, TrainingError
 from hf_linear_attention._common.model_card import HISTORY, training_history
 from hf_linear_attention.configuration_linear_attention import max_length_of
@@ -233,7 +233,7 @@ def run_stages(preset: Preset, given: Mapping[str, Any], run: Run) -> dict[str, 
     runs = stage_runs(preset, given)
     source = given["task"], str(given["model_name_or_path"]), bool(given.get("trust_remote_code"))
     dtype = given.get("dtype") or checkpoint_dtype(*source)
-    if not is_resumed and is_main_process():  # resuming later must not find finished stages of an older run
+    if not is_resumed and is_first_process():  # resuming later must not find finished stages of an older run
         for _, options in runs:
             clear_output(Path(options["output_dir"]), everything=True)
     for number, (stage, options) in enumerate(runs, 1):
@@ -264,8 +264,3 @@ def _evaluates_alike(before: Recipe, recipe: Recipe) -> bool:
         return stage.data, size, teacher
 
     return evaluation(before) == evaluation(recipe) and not before.model.use_peft  # saving merges adapters
-
-
-def is_main_process() -> bool:
-    """Whether this is the first process, before there is an accelerator that knows it."""
-    return os.environ.get("RANK", "0") == "0"

@@ -189,6 +189,11 @@ def let_threads_sleep() -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+def is_first_process() -> bool:
+    """Whether this is the first of the processes that `accelerate launch` has started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def ignore_interrupts() -> None:
     """Ignore Ctrl-C from now on: the command is done, and Python would end in a traceback while it cleans up."""
     if threading.current_thread() is threading.main_thread():

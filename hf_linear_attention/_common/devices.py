@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
 import os
 import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -27,6 +29,31 @@ def computing_device() -> str:
             name,
         )
     return "cpu"
+
+
+@contextlib.contextmanager
+def ready_to_compute(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the model is on the device for computing, and in float32 where the CPU only emulates its dtype.
+
+    Afterwards it is where it was, in the dtypes that it had.
+    """
+    device, tensors = computing_device(), [*model.parameters(), *model.buffers()]
+    before = [(tensor.device, tensor.dtype) for tensor in tensors]
+    for tensor in tensors:
+        is_emulated = device == "cpu" and tensor.is_floating_point() and not _is_native(tensor.dtype)
+        tensor.data = tensor.data.to(device, torch.float32 if is_emulated else tensor.dtype)
+    try:
+        yield
+    finally:
+        for tensor, place in zip(tensors, before):
+            tensor.data = tensor.data.to(*place)
+
+
+def _is_native(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies numbers of this dtype; torch says so for x86."""
+    if dtype == torch.bfloat16:
+        return any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return dtype != torch.float16
 
 
 @functools.cache

@@ -63,7 +63,6 @@ class Bounds:
 
 
 COUNT = Bounds(least=1)
-BYTES = Bounds(least=1, below=2**50)
 SIZE = Bounds(least=1, below=2**20)  # of a batch and the like: more would exhaust any memory
 SEED = Bounds(least=0, below=2**32)  # what NumPy accepts
 NOT_NEGATIVE = Bounds(least=0)

@@ -528,6 +528,11 @@ class HybridOptions(WindowOptions):
         return super().obstacle(capability, settings)
 
     @classmethod
+    def needs_calibration(cls, settings: Mapping[str, Any]) -> bool:
+        """The scores that choose exact keys are fitted."""
+        return bool(settings.get("num_exact_keys"))
+
+    @classmethod
     def problems(cls, settings: Mapping[str, Any], max_length: int | None) -> list[str]:
         """`num_features` must fit the feature map, and the window the model."""
         problems = super().problems(settings, max_length)

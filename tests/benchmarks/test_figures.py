@@ -20,7 +20,7 @@ FIGURES = [
     ("README.md", "recall of 32 pairs", "54", "recall", "| window 64, healed | 53.9"),
     ("README.md", "within the 512 tokens of its training", "1.351 1.357 1.358", "conversion", "The quick start"),
     ("docs/figures.md", "nats per token, and the default", "1.432 1.438", "conversion", "LoLCATs' form"),
-    ("docs/figures.md", "`--preset default --state_bytes 76920`", "1.355", "conversion", "| version 7, means"),
+    ("docs/figures.md", "`--preset default` of 131117e, 76,920 bytes", "1.355", "conversion", "| version 7, means"),
     ("docs/figures.md", "`--preset linear --num_features 64`", "1.465", "conversion", "| preset `linear`, 64"),
     ("docs/figures.md", "| `linear` exp, decay |", "91.7 49.2 100", "recall", "exp, decay, 120 features | 91.7"),
     ("docs/figures.md", "(the default before) | 72.7", "72.7 40.9", "recall", "| `--preset default` | 72.7"),

@@ -7,7 +7,7 @@ import json
 from pydoc_data.topics import topics
 
 import pytest
-from checkpoints import save_twin
+from checkpoints import convert_folder, save_twin
 
 
 def run(name: str, folder, *words: object) -> dict:
@@ -109,3 +109,21 @@ def test_recall_against_bytes(files, tmp_path):
     before = student.stat().st_mtime_ns
     assert run("papers.recall_bytes", tmp_path / "out", *words)["tables"] == result["tables"]
     assert student.stat().st_mtime_ns == before
+
+
+@pytest.mark.benchmarks
+def test_real(tmp_path, capsys):
+    """The controls are of one size and of other nats, and the window of the same bytes stands before the student."""
+    real = importlib.import_module("benchmarks.real")
+    save_twin(tmp_path / "source", "llama", "AutoModelForCausalLM", max_position_embeddings=256)
+    convert_folder(tmp_path / "source", tmp_path / "student", "--state_tokens", 96, "--no_verify")
+    (tmp_path / "text.txt").write_text(topics["assert"] * 4)
+    words = [tmp_path / "source", tmp_path / "student", "--text", tmp_path / "text.txt", "--length", 256]
+    real.main([*map(str, words), "--output", str(tmp_path / "real.json")])
+    rows = json.loads((tmp_path / "real.json").read_text())["rows"]
+    names = [row["model"] for row in rows]
+    assert names[0] == "original"
+    assert names[1].startswith("window of 9")
+    assert names[2:] == ["student", *(f"student, {x}" for x in ("far keys off", "newest keys", "random scores"))]
+    assert len({row["0-255"] for row in rows}) == len(rows)
+    assert "| student |" in capsys.readouterr().out

@@ -23,7 +23,6 @@ FREE = {0: Dim.AUTO, 1: Dim.DYNAMIC}
 # What a decoder gets by default: a learned decay, partial rotary positions, sinks no farther than `trained_length`.
 DECODERS = {
     "default": {"window_size": 4, "num_sinks": 2, "num_features": 16, "trained_length": 16},
-    "gated_delta": {"mechanism": "gated_delta", "decay": "channel"},
     "gated": {"mechanism": "linear", "decay": "gated"},
 }
 

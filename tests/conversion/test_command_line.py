@@ -28,16 +28,18 @@ CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
         (["--num_features", "many"], ["`--num_features many`", "a whole number"]),
         (["--dtype", "int8"], ["`--dtype int8`", "bfloat16"]),
         (["--layers", "4-2"], ["'4-2'", "backwards"]),
-        (["--calibration_file", CONSTRAINTS], ["`hybrid` with these settings has nothing to calibrate"]),
+        (
+            ["--attention", "linear", "--calibration_file", CONSTRAINTS],
+            ["`linear` with these settings has nothing to calibrate"],
+        ),
         (["--layers", "1,9"], ["`layers` names [9]", "0 to 2"]),
         (["--attention", "linformer"], ["`linformer` has no causal form", "`linear`, `performer`"]),
         (["--projection_size", "3", "--max_length", "3"], ["`projection_size`", "`max_length`"]),
         (["--attention", "0-1:hybrid,1-:linear"], ["`mechanism` names layer 1 more than once"]),
         (["--attention", "0:hybird,1-:lineer"], ["'hybird', 'lineer' must be one of aft, gated_delta, hybrid"]),
         (["--attention", "0:hybrid,1-:linear", "--window_size", "0:four"], ["`--window_size 0:four`: give a whole"]),
-        (["--attention", "0:hybrid,1-:linear", "--state_bytes", "9000"], ["is for layers with equal settings"]),
-        (["--attention", "hybrid", "--state_bytes", "500"], ["`--state_bytes 500` is less than", "give more bytes"]),
-        (["--attention", "linear", "--state_bytes", "50000"], ["`linear` has no window; use `--attention hybrid`"]),
+        (["--attention", "hybrid", "--state_tokens", "50"], ["`state_tokens` = 50", "at least 96"]),
+        (["--attention", "linear", "--state_tokens", "96"], ["`linear` has no window; use `hybrid`"]),
         (["--softmax_layers", "auto:1"], ["`--calibration_file`"]),
         (["--softmax_layers", "auto:3", "--calibration_file", __file__], ["auto:3", "K must be from 1 to 2"]),
         (["--softmax_layers", "0,7"], ["[7]", "[0, 1, 2]"]),
@@ -108,7 +110,7 @@ def test_the_hints_of_the_summary_run(llama, tmp_path):
     code, out, err = run("convert", *words, command=main)
     assert code == 0
     # Nothing of transformers' report about "newly initialized" weights, nor its bars.
-    assert err.splitlines() == [f"loading {llama}", "verifying"]
+    assert err.splitlines() == [f"loading {llama}", "calibrating on Python's documentation", "verifying"]
     start = out.index("  from transformers")
     scope: dict = {}
     exec("\n".join(line.strip() for line in out[start:].splitlines()[:2]), scope)

@@ -45,16 +45,18 @@ def teacher():
     return stock_model("llama", "AutoModelForCausalLM")
 
 
-@pytest.mark.parametrize("changes", [{"layers": [0]}, {"window_size": 9, "num_sinks": 0}])
-def test_one_more_token_would_be_more_bytes(teacher, changes) -> None:
+@pytest.mark.parametrize(
+    ("changes", "dtype"), [({"layers": [0]}, torch.float32), ({"window_size": 9, "num_sinks": 0}, torch.bfloat16)]
+)
+def test_one_more_token_would_be_more_bytes(teacher, changes, dtype) -> None:
     student = convert(teacher, **{**HYBRID, **changes})
-    budget = model_state_bytes(student)
-    found = windows_of_same_bytes(teacher, student, 64)
+    budget = model_state_bytes(student, dtype)
+    found = windows_of_same_bytes(teacher, student, 64, dtype)
     assert [window.num_sinks for window in found] == [0, 4]
     for window in found:
-        assert model_state_bytes(convert(teacher, settings=window.settings)) == window.state_bytes <= budget
+        assert model_state_bytes(convert(teacher, settings=window.settings), dtype) == window.state_bytes <= budget
         larger = {**window.settings, "window_size": window.window_size + 1}
-        assert model_state_bytes(convert(teacher, settings=larger)) > budget
+        assert model_state_bytes(convert(teacher, settings=larger), dtype) > budget
         assert window.settings["layers"] == student.config.linear_attention["layers"]
         assert window.settings["trained_length"] == 64
 

@@ -22,12 +22,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_linear_attention._common.errors import UsageError
-from hf_linear_attention.conversion import pipeline, preset_run, quality
+from hf_linear_attention.conversion import preset_run, quality
 from hf_linear_attention.conversion.arguments import parse, parse_tokens
 from hf_linear_attention.training.presets import Preset, Stage, fit_to, load_preset
 
 
-SCRIPT = Path(pipeline.__file__).with_name("convert_checkpoint.py")
 # Shorter than the 48 tokens that the twins read, so that there is something for the linear part to do.
 WINDOW = ("--window_size", 4, "--num_exact_keys", 4, "--num_features", 8)
 HEALED = ("--controls", "healed")
@@ -106,6 +105,22 @@ def test_it_converts_trains_and_measures(whole, trained, llama):
     assert [layer["layer"] for layer in before] == [layer["layer"] for layer in after] == [0, 1, 2]
     assert before != after
     assert all(entry["per_second"] > 0 for entry in runs)
+
+
+def test_two_processes_train_and_the_first_does_the_rest(words, tmp_path):
+    """Started as by torchrun. What they train is compared in tests/training/distributed/test_sharding.py."""
+    out, store = tmp_path / "out", torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [*words, *HEALED, "--output_dir", out]
+    arguments = (processes.convert, store.port, tmp_path / "cache", command)
+    group = processes.start(processes.launched, *arguments, ranks=2, stderr=tmp_path / "stderr")
+    assert processes.finish(group) == [0, 0], (tmp_path / "stderr-0").read_text()[-3000:]
+    assert not (tmp_path / "out.unfinished").exists()
+    said = [(tmp_path / f"stderr-{rank}").read_text() for rank in (0, 1)]
+    assert ["stage 2 of 2, distil" in text for text in said] == [True, False]
+    runs = json.loads((out / "training_report.json").read_text())["runs"]
+    found = [(entry["training"]["stage"], entry["training"]["processes"]) for entry in runs]
+    assert found == [("transfer", 2), ("distil", 2)]
+    assert report_of(out)["quality"]["healed"] > 0
 
 
 def kill_at(place: str, command: list[str], tmp_path: Path) -> None:

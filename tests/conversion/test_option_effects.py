@@ -32,7 +32,7 @@ RANDOM = {"attention": "performer", "num_features": 8}
 FIGURES = ("checks", "calibration", "quality")
 # A dry run shows their effect.
 PRINTED = (
-    "attention", "layers", "softmax_layers", "drop", "cross_attention", "state_bytes",
+    "attention", "layers", "softmax_layers", "drop", "cross_attention", "state_tokens",
     "allow_pickle", "trust_remote_code",
 )  # fmt: skip
 FITTED = {**RANDOM, "features": "favor++"}

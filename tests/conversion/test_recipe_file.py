@@ -37,7 +37,10 @@ def same_weights(one: Path, two: Path) -> bool:
     [
         ("llama", ["--attention", "0-1:hybrid,2-:linear", "--window_size", "0:8,1:4", "--seed", "3"]),
         ("llama", ["--attention", "performer", "--seed", "5", "--layers", "0,2", "--dtype", "bfloat16"]),
-        ("llama", ["--attention", "hybrid", "--state_bytes", "20000", "--softmax_layers", "1"]),
+        (
+            "llama",
+            ["--attention", "hybrid", "--state_tokens", "96", "--trained_length", "128", "--softmax_layers", "1"],
+        ),
         ("bert", ["--attention", "linformer", "--projection_size", "8,6,4", "--projection", "random"]),
     ],
 )
@@ -80,7 +83,6 @@ def test_a_recipe_and_python_repeat_a_preset(llama, text, tmp_path):
 
 def test_the_default_settings_are_those_of_the_preset():
     settings = load_preset("default").settings
-    assert settings["causal"].pop("state_bytes") == "as_sized"  # of the command alone
     assert settings == DEFAULTS
 
 

@@ -374,7 +374,7 @@ TRAINING: dict[str, list[Any]] = {
 }  # fmt: skip
 CONVERSION: dict[str, list[Any]] = {
     "layers": ["x", "0-99999999999", "", "\u0661"], "softmax_layers": ["auto:x"], "drop": ["nosuch", ","],
-    "num_features": ["0", "1.5", 10**11, 10**30], "state_bytes": ["1", 10**30], "preset": ["../default"],
+    "num_features": ["0", "1.5", 10**11, 10**30], "state_tokens": ["1", 10**30], "preset": ["../default"],
     "no_verify": ["perhaps"], "config": ["nowhere.yaml", ""],
     "window_size": [{"attention": "hybrid", "window_size": HUGE}],
     "redraw_interval": [{"attention": "performer", "redraw_interval": -1}],

@@ -71,3 +71,9 @@ def _command(module: str, cache: Path, options: list[Any]) -> int:
 
 finetune = functools.partial(_command, "training.finetune")
 convert = functools.partial(_command, "conversion.convert_checkpoint")
+
+
+def launched(target: Callable[..., int], store: int, *arguments: Any) -> int:
+    """`target(*arguments)` in a process of torchrun, whose store stays when the connection through it is closed."""
+    os.environ.update(MASTER_PORT=str(store), TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1")
+    return target(*arguments)

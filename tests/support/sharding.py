@@ -24,7 +24,7 @@ def tensor_parallel(folder: str, results: Path) -> None:
     dist.destroy_process_group()
 
 
-def sharded_finetune(cache: Path, options: list[Any]) -> int:
+def sharded_finetune(cache: Path, options: list[Any], reshard: bool = True) -> int:
     """`finetune.py` under accelerate's FSDP2 on two CPU processes.
 
     accelerate makes DDP of FSDP on a CPU, and nothing of it needs a GPU but that choice, which is made here for it.
@@ -37,7 +37,10 @@ def sharded_finetune(cache: Path, options: list[Any]) -> int:
     def accelerator(**keywords: Any) -> Accelerator:
         made = Accelerator(**keywords)
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            cpu_ram_efficient_loading=False,
+            reshard_after_forward=reshard,
         )
         if made.mixed_precision != "no":
             plugin.set_mixed_precision(made.mixed_precision)

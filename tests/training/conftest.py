@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -37,7 +36,6 @@ from hf_linear_attention.training.tracking import read_metrics
 
 
 VOCABULARY = 300
-Finetune = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(autouse=True)

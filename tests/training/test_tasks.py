@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from hf_linear_attention.training.tasks import TASKS
 from hf_linear_attention.training.tracking import read_metrics
 
 
-Twin = Callable[[str], Path]
 DROPPED: dict[str, Any] = {"seq2seq_lm": {"drop": ["position_bias"]}}
 
 

@@ -132,12 +132,14 @@ def written(llm: Any, texts: list[list[int]], tokens: int = 24, **options: Any) 
 
 
 def expected(folder: Path, texts: list[list[int]], tokens: int = 24, dtype: Any = torch.float32) -> list[list[int]]:
-    """What `generate` writes after each prompt, one at a time."""
+    """What `generate` writes after each prompt, of all of them together."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    longest = max(map(len, texts))
+    ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts])
     with torch.no_grad():
-        found = [model.generate(torch.tensor([text]), eos_token_id=None, **options) for text in texts]
-    return [rows[0, len(text) :].tolist() for rows, text in zip(found, texts)]
+        found = model.generate(ids, attention_mask=(ids > 0).long(), eos_token_id=None, **options)
+    return found[:, longest:].tolist()
 
 
 def metric(llm: Any, name: str) -> float:

@@ -47,7 +47,13 @@ from hf_linear_attention._common.model_card import HISTORY, REPORT, training_fac
 from hf_linear_attention._common.options import Facts, OnResume
 from hf_linear_attention._common.reading import read_json, reading
 from hf_linear_attention.training.data.processors import Processor
-from hf_linear_attention.training.distributed import is_sharded, shard_optimizer_state, whole, without_sharding_class
+from hf_linear_attention.training.distributed import (
+    is_sharded,
+    load_whole,
+    shard_optimizer_state,
+    whole,
+    without_sharding_class,
+)
 from hf_linear_attention.training.models import ADAPTER, cast, checkpoint_dtype, merged_state_dict
 from hf_linear_attention.training.recipe import FACTS, Recipe, RunArguments
 from hf_linear_attention.training.tracking import METRICS, plot_metrics
@@ -60,27 +66,27 @@ def save_model(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] 
     """Save `model` with `save_pretrained`, with adapters merged into a copy of their weights.
 
     Args:
-        weights: the whole weights of a model that is in shards (`whole_weights`).
+        weights: those of `whole_weights`.
     """
-    if weights is not None:
-        with without_sharding_class(model):
-            model.save_pretrained(folder, state_dict=weights)
-    elif any(ADAPTER in name for name, _ in model.named_parameters()):
-        model.save_pretrained(folder, state_dict=merged_state_dict(model))
-    else:
-        model.save_pretrained(folder)
+    with without_sharding_class(model):
+        model.save_pretrained(folder, state_dict=_merged(model) if weights is None else weights)
+
+
+def _merged(model: PreTrainedModel) -> dict[str, Tensor] | None:
+    """The weights of a model with its adapters merged; None for a model without adapters."""
+    return merged_state_dict(model) if any(ADAPTER in name for name, _ in model.named_parameters()) else None
 
 
 def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor] | None:
-    """The whole weights of a model in shards, for `save_model`; None for other models.
+    """The whole weights of a model in shards, with adapters merged, for `save_model`; None for other models.
 
     All processes call this together. Those without `keep` get None in place of every tensor that was in shards.
     """
     if not is_sharded(model):
         return None
     # Tied parameters are left out: gathered, they would be separate tensors, and saved twice.
-    own = {name: value for name, value in model.state_dict().items() if name not in model.all_tied_weights_keys}
-    return whole(own, keep)
+    state = _merged(model) or model.state_dict()
+    return whole({name: value for name, value in state.items() if name not in model.all_tied_weights_keys}, keep)
 
 
 class TrainedParameters:
@@ -93,12 +99,10 @@ class TrainedParameters:
         """The value of every parameter that requires gradients, by name."""
         return {name: value.detach() for name, value in self.model.named_parameters() if value.requires_grad}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copy the values in `state` into the parameters of the same names."""
         parameters = dict(self.model.named_parameters())
-        for name, value in state.items():
-            parameters[name].copy_(value)
+        load_whole({name: parameters[name] for name in state}, state)
 
 
 STATE_FILE = "trainer_state.json"

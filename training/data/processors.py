@@ -16,7 +16,7 @@ from transformers import (
 from hf_linear_attention._common.errors import SetupError, UsageError
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.attention.transformers_internals import is_masked_lm
-from hf_linear_attention.configuration_linear_attention import is_causal_config
+from hf_linear_attention.configuration_linear_attention import entries_of, is_causal_config
 from hf_linear_attention.training.recipe import Recipe
 
 
@@ -87,12 +87,36 @@ def load_config(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
 
 
-def sequence_length(recipe: Recipe, processor: Processor, config: PreTrainedConfig) -> int:
-    """The length to which texts are cut: `--max_length`, by default 512, or fewer tokens if the model accepts fewer."""
+def exact_tokens(config: PreTrainedConfig) -> int:
+    """The number of tokens that a layer of a converted model attends to exactly, at most; 0 for other models."""
+    sizes = ("window_size", "num_sinks", "num_exact_keys")
+    entries = entries_of(getattr(config, "linear_attention", ()))
+    return max((sum(entry.get(name) or 0 for name in sizes) for entry in entries), default=0)
+
+
+def default_length(config: PreTrainedConfig) -> int:
+    """512, or what the model accepts if that is less, or twice the keys that stay exact if that is more.
+
+    In shorter sequences there would be few far keys, or none, to learn from.
+    """
     positions = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
-    if recipe.data.max_length is None:
-        longest = getattr(processor, "model_max_length", DEFAULT_MAX_LENGTH)
-        return int(min(DEFAULT_MAX_LENGTH, longest, positions))
-    if recipe.data.max_length > positions:
-        logger.warning("`--max_length %d` is more than the model's %d positions", recipe.data.max_length, positions)
-    return recipe.data.max_length
+    return int(min(max(DEFAULT_MAX_LENGTH, 2 * exact_tokens(config)), positions))
+
+
+def sequence_length(recipe: Recipe, processor: Processor, config: PreTrainedConfig) -> int:
+    """The length to which texts are cut: `--max_length`, by default `default_length`."""
+    length, positions = recipe.data.max_length, getattr(config, "max_position_embeddings", None)
+    if length is None:
+        default = default_length(config)
+        return int(min(default, getattr(processor, "model_max_length", default)))
+    if positions and length > positions:
+        logger.warning("`--max_length %d` is more than the model's %d positions", length, positions)
+    if length <= (exact := exact_tokens(config)) and is_causal_config(config, config.model_type):
+        logger.warning(
+            "`--max_length %d` is not more than the %d tokens that stay exact, so nothing is learnt of far keys; give "
+            "at least %d",
+            length,
+            exact,
+            2 * exact,
+        )
+    return length

@@ -7,9 +7,11 @@ launch file.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +19,9 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
+from hf_linear_attention._common.command_line import is_first_process
 from hf_linear_attention._common.devices import computing_device, keep_freed_memory
 from hf_linear_attention._common.errors import SetupError
 from hf_linear_attention.training.recipe import Recipe
@@ -29,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 has put the parameters of the model into shards."""
-    return any(isinstance(value, DTensor) for value in model.parameters())
+    """Whether FSDP2 puts the parameters of the model into shards; after a forward pass, they may still be whole."""
+    return isinstance(model, FSDPModule)
 
 
 def whole(value: Any, keep: bool) -> Any:
@@ -72,6 +75,26 @@ def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimize
     return {**state, "state": moments}
 
 
+def mean_gradient(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
+    """The mean over all processes of the gradients of a parameter in shards, in shards too; for others, `gradient`.
+
+    All processes call this together. A gradient that is None counts as 0, because some may have one and others not.
+    """
+    if not isinstance(parameter, DTensor) or not parameter.requires_grad:
+        return gradient
+    mesh, shape = parameter.device_mesh, parameter.shape
+    own = torch.zeros(shape, device=parameter.device) if gradient is None else gradient
+    parts = DTensor.from_local(own.to(parameter.dtype) / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
+    return parts.redistribute(placements=parameter.placements)
+
+
+def reshard(model: nn.Module) -> None:
+    """Put all parameters of a model of FSDP2 into shards again, as its own backward pass does."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @contextmanager
 def without_sharding_class(model: nn.Module) -> Iterator[None]:
     """Inside, `model` has the class that it had before `fully_shard` replaced it by a subclass.
@@ -96,7 +119,7 @@ def start_processes(recipe: Recipe) -> Accelerator:
     Raises:
         SetupError: if the launch would train something other than the launch file or the recipe says.
     """
-    _refuse_before(recipe)
+    _refuse_launch()
     handlers: list[Any] = [DistributedDataParallelKwargs(find_unused_parameters=not _all_reach_the_loss(recipe))]
     has_gpu = computing_device() == "cuda"
     if not has_gpu:
@@ -119,7 +142,32 @@ def start_processes(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-def _refuse_before(recipe: Recipe) -> None:
+def first_alone(name: str, action: Callable[[], object]) -> bool:
+    """Whether `action` returns something true; the first process of a launch calls it alone, and the others wait.
+
+    The processes need not be connected yet, and no collective operation has to wait, which would have a time limit.
+
+    Args:
+        name: another one for each call.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return bool(action())
+    store = _store()
+    if is_first_process():
+        store.set(name, str(int(bool(action()))))
+    while not store.check([name]):
+        time.sleep(0.1)
+    return bool(int(store.get(name)))
+
+
+@functools.cache
+def _store() -> torch.distributed.Store:
+    """The store through which the processes of a launch find each other; the first of them may be its server."""
+    store, _, _ = next(torch.distributed.rendezvous("env://"))
+    return store
+
+
+def _refuse_launch() -> None:
     """Refuse launch files with which accelerate would fail without advice, or train something else silently.
 
     Raises:
@@ -136,14 +184,12 @@ def _refuse_before(recipe: Recipe) -> None:
         return
     if not torch.cuda.is_available():
         raise SetupError("the launch file asks for FSDP, which needs a GPU; launch with training/launch/cpu2.yaml")
-    version, weights = os.environ.get("FSDP_VERSION", "1"), recipe.objective
+    version = os.environ.get("FSDP_VERSION", "1")
     conditions = {
         f"`fsdp_version: {version}` in the launch file (allowed is 2)": version != "2",
         # With it, the teacher would have weights on the main process alone.
         "`fsdp_cpu_ram_efficient_loading: true` in the launch file": _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"),
         "mixed precision fp16 (allowed are no, bf16)": precision == "fp16",
-        "attention transfer, which trains the mechanisms alone": bool(weights.attention_transfer_weight),
-        "`--use_peft`": recipe.model.use_peft,
     }
     if wrong := [name for name, is_wrong in conditions.items() if is_wrong]:
         text = f"the launch file asks for FSDP, which does not work with {'; '.join(wrong)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,18 +13,16 @@ from torch import Tensor, nn
 GRADIENT_SCALE = 2.0**12
 
 
-def differentiated(loss: Tensor, parameters: Iterable[nn.Parameter], scale: float = GRADIENT_SCALE) -> Tensor:
-    """The same loss, whose gradients of `parameters` are computed at once, so that what they need can be freed.
+def gradients_of(loss: Tensor, parameters: list[nn.Parameter], scale: float = GRADIENT_SCALE) -> list[Tensor | None]:
+    """The gradient of the loss in each of the parameters, times `scale`; None in those that are frozen or not used.
 
-    Args:
-        scale: by how much they are larger until the backward pass.
+    They are computed at once, so that what they need can be freed.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained or not loss.requires_grad:
-        return loss.detach()
-    found = zip(trained, torch.autograd.grad(loss * scale, trained, allow_unused=True), strict=True)
-    used = {parameter: gradient for parameter, gradient in found if gradient is not None}
-    return with_gradients(loss.detach(), list(used.values()), list(used), scale)
+        return [None] * len(parameters)
+    found = iter(torch.autograd.grad(loss * scale, trained, allow_unused=True))
+    return [next(found) if parameter.requires_grad else None for parameter in parameters]
 
 
 def with_gradients(loss: Tensor, gradients: list[Tensor], sources: list[Any], scale: float) -> Tensor:

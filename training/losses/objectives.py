@@ -29,15 +29,15 @@ from hf_linear_attention.attention_observation import ObservedAttention, observe
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.batches import Batch, aligned_labels, count_units, token_weights
 from hf_linear_attention.training.data.packing import IGNORED
+from hf_linear_attention.training.distributed import mean_gradient, reshard
 from hf_linear_attention.training.losses.divergence import divergence, widened
-from hf_linear_attention.training.losses.gradients import GRADIENT_SCALE, differentiated
+from hf_linear_attention.training.losses.gradients import GRADIENT_SCALE, gradients_of, with_gradients
 from hf_linear_attention.training.losses.output_layer import ByRow, Rows
 from hf_linear_attention.training.losses.outputs import (
     Outputs,
     StudentOutputs,
     hidden_states_of,
     pooled,
-    run_model,
     scored_logits,
 )
 from hf_linear_attention.training.recipe import Recipe
@@ -397,8 +397,8 @@ class StudentWithObjectives(nn.Module):
             raise UsageError("`--far_share_weight` needs layers of `hybrid`; drop the option")
         self.student, self.objectives, self.layers = student, objectives, layers
         self.numbers = [module.linear_attention.shape.layer for module in linear_attention_modules(student).values()]
-        needs_logits = any(objective.needs_logits for _, objective in objectives.values())
-        self.by_row = ByRow(student) if needs_logits else None
+        self.needs_logits = any(objective.needs_logits for _, objective in objectives.values())
+        self.by_row = ByRow(student)
         self.gradient_scale: Callable[[], float] = lambda: GRADIENT_SCALE
         self.observes_attention = any(objective.observes_attention for _, objective in objectives.values())
 
@@ -416,16 +416,14 @@ class StudentWithObjectives(nn.Module):
         figures: dict[str, Tensor] = {}
 
         def read(logits: Rows) -> None:
-            loss, found = self._of_rows(logits, batch, teacher, scales)
-            losses.append(loss)
-            figures.update(found)
+            if self.needs_logits:
+                loss, found = self._of_rows(logits, batch, teacher, scales)
+                losses.append(loss)
+                figures.update(found)
 
-        if self.by_row is None:
-            outputs = run_model(self.student, batch, self.layers)
-        else:
-            outputs = self.by_row.run(read, batch, layers=self.layers)
-            if not losses:
-                raise RuntimeError("these objectives need a model with logits")
+        outputs = self.by_row.run(read, batch, layers=self.layers)
+        if self.needs_logits and not losses:
+            raise RuntimeError("these objectives need a model with logits")
         student = StudentOutputs(
             hidden_states=hidden_states_of(outputs, self.layers),
             decoder_states=hidden_states_of(outputs, self.layers, "decoder_"),
@@ -449,7 +447,7 @@ class StudentWithObjectives(nn.Module):
             terms = {name: o.of_rows(some, numbers, batch, teacher) * scales[name] for name, o in used.items()}
             return self._weighted(terms), {name: term.detach() for name, term in terms.items()}
 
-        layer = None if self.by_row is None else self.by_row.layer
+        layer = self.by_row.layer
         parameters = () if layer is None else layer.module.parameters()
         return logits.summed(rows, parameters, loss, self.gradient_scale())
 
@@ -457,23 +455,33 @@ class StudentWithObjectives(nn.Module):
         """The loss and the figures of attention transfer, in which every layer is done with before the next one."""
         layers: list[int] = []
         losses: list[Tensor] = []
+        found: list[tuple[nn.Module, list[Tensor | None]]] = []
         terms: dict[str, list[Tensor]] = {name: [] for name in self.objectives}
-
         scale = self.gradient_scale()
 
         def observe(seen: ObservedAttention) -> None:
             mechanism, own = seen.module.linear_attention, StudentOutputs(attention=(seen,))
             parts = {name: o.total(batch, own, None)[0] * scales[name] for name, (_, o) in self.objectives.items()}
-            losses.append(differentiated(self._weighted(parts), mechanism.parameters(), scale))
+            loss = self._weighted(parts)
+            found.append((mechanism, gradients_of(loss, list(mechanism.parameters()), scale)))
+            losses.append(loss.detach())
             layers.append(mechanism.shape.layer)
             for name, part in parts.items():
                 terms[name].append(part.detach())
 
-        # Every layer learns on the activations of the softmax model, so nobody needs the output layer.
-        needs_whole = getattr(self.student.config, "is_encoder_decoder", False)
+        # Every layer learns on the activations of the softmax model, so nobody needs logits.
         with observe_attention(self.student, observe):
-            run_model(self.student if needs_whole else self.student.base_model, batch, self.layers)
-        loss = torch.stack(losses).mean()
+            self.by_row.run(lambda rows: None, batch, self.layers)
+        # With FSDP2, what the layers computed with is gone, and the optimizer has the shards.
+        reshard(self.student)
+        sources: list[nn.Parameter] = []
+        gradients: list[Tensor] = []
+        for mechanism, slopes in found:
+            for parameter, slope in zip(mechanism.parameters(), slopes, strict=True):
+                if (mean := mean_gradient(slope, parameter)) is not None:
+                    sources.append(parameter)
+                    gradients.append(mean)
+        loss = with_gradients(torch.stack(losses).mean(), gradients, sources, scale * len(losses))
         figures = {LOSS: loss.detach()}
         for name, values in terms.items():
             figures[name] = torch.stack(values).mean()

@@ -75,7 +75,7 @@ class Rows:
 
         Args:
             parameters: those of `head`.
-            scale: see `gradients.differentiated`.
+            scale: see `gradients.GRADIENT_SCALE`.
         """
         trained = [source for source in (self.inputs, *parameters) if source.requires_grad and torch.is_grad_enabled()]
         gradients = [torch.zeros_like(source) for source in trained]

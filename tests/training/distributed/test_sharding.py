@@ -1,7 +1,8 @@
-"""Two processes that share one model: training in shards, and transformers' tensor parallel plan."""
+"""Two processes: training in shards, the default preset, and transformers' tensor parallel plan."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_linear_attention import convert
+from hf_linear_attention._common.reading import read_json
 from hf_linear_attention.training.tracking import read_metrics
 
 
@@ -56,7 +58,7 @@ def test_finetune_in_shards(finetune, llama_teacher, files, tmp_path, dataset_ca
     options += [f"--train_file={files}/train.jsonl", "--max_length=32"]
     options += [f"--validation_file={files}/valid.jsonl", "--eval_steps=2", "--logging_steps=1"]
     options += ["--logits_kl_weight=1", "--hidden_state_weight=1", "--max_train_steps=4", "--learning_rate=1e-3"]
-    options += ["--checkpointing_steps=2"]
+    options += ["--checkpointing_steps=2", "--use_peft=true", "--lora_target_modules=attention"]
     finetune(*options, "--per_device_train_batch_size", 4, output_dir=one)
     split = [*options, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2]
 
@@ -85,3 +87,52 @@ def test_finetune_in_shards(finetune, llama_teacher, files, tmp_path, dataset_ca
     shutil.copytree(two / "checkpoint-2", again / "checkpoint-2")
     sharded("--output_dir", again, "--resume_from_checkpoint", "latest")
     assert not changed(two, again)
+
+
+@pytest.mark.parametrize("kind", [processes.finetune, sharding.sharded_finetune], ids=["ddp", "fsdp2"])
+def test_both_stages_of_the_default_preset(kind, finetune, llama_teacher, files, tmp_path, dataset_cache):
+    """Started as by torchrun, and in shards resumed within attention transfer: the figures and weights of one process.
+
+    Tolerance: as above, with the rates .1 and 5e-3 of the mechanism. Recall is a difference of sums near each other.
+    """
+    source, one, two, again = (tmp_path / name for name in ("source", "one", "two", "again"))
+    sizes = {"window_size": 4, "num_sinks": 1, "num_exact_keys": 4, "num_features": 8}
+    student = convert(llama_teacher, mechanism="hybrid", decay="learned", rope="partial", **sizes)
+    student.save_pretrained(source)
+    AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(source)
+    options = [f"--model_name_or_path={source}", f"--teacher_name_or_path={llama_teacher}", "--task=causal_lm"]
+    options += ["--preset=default", f"--train_file={files}/train.jsonl", f"--validation_file={files}/valid.jsonl"]
+    options += ["--max_length=32", "--max_train_tokens=1000", "--logging_steps=1", "--checkpointing_steps=2"]
+    finetune(*options, "--per_device_train_batch_size", 4, output_dir=one)
+    split = [*options, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2]
+
+    def on_two(target: Any, *more: Any) -> None:
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        arguments = (target, store.port, dataset_cache, [*split, *more])
+        group = processes.start(processes.launched, *arguments, ranks=2, stderr=tmp_path / "stderr")
+        assert processes.finish(group) == [0, 0], (tmp_path / "stderr-0").read_text(encoding="utf-8")[-3000:]
+
+    on_two(kind, "--output_dir", two)
+    transfer = "stages/1-transfer"
+    for stage in (transfer, "."):
+        mine, yours = (read_metrics(folder / stage / "metrics.jsonl") for folder in (two, one))
+        assert len(mine) == len(yours) == 6
+        for event, other in zip(mine, yours, strict=True):
+            expected = pytest.approx({**other, "tokens_per_second": 0}, rel=1e-5, abs=1e-5)
+            assert {**event, "tokens_per_second": 0} == expected
+        saved, whole = (load_file(folder / stage / "model.safetensors") for folder in (two, one))
+        assert saved.keys() == whole.keys()
+        assert max((saved[name] - whole[name]).abs().max() for name in whole) < 5e-5
+    learned = {name for name in whole if ".linear_attention." in name}
+    assert changed(source, two / transfer) == learned
+    assert changed(two / transfer, two) - learned
+    runs = read_json(two / "training_report.json")["runs"]
+    assert [run["training"]["processes"] for run in runs] == [2, 2]
+
+    if kind is sharding.sharded_finetune:
+        place = f"{transfer}/checkpoint-2"
+        shutil.copytree(two / place, again / place)
+        # With this, nothing but attention transfer itself puts its parameters into shards again.
+        kept = functools.partial(kind, reshard=False)
+        on_two(kept, "--output_dir", again, "--resume_from_checkpoint", "latest")
+        assert not changed(two, again)

@@ -25,7 +25,6 @@ from hf_linear_attention.training.losses.objectives import (
 
 WINDOW, SINKS = 5, 2
 HYBRID = {"mechanism": "hybrid", "window_size": WINDOW, "num_sinks": SINKS, "num_features": 8}
-SCALE = {"far_share": torch.tensor(1.0)}
 ONLY = {f"{name}_weight": 0.0 for name in OBJECTIVES} | {"far_share_weight": 1.0, "attention_transfer_weight": 1.0}
 
 

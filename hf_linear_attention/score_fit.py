@@ -1,0 +1,133 @@
+"""Scores of exact keys from one pass over some text, in closed form and without gradients.
+
+A key should be kept if some later query will look for it, so its score is fitted to the logarithm of the largest
+softmax weight that it gets from any query of its heads beyond the window. Locret (Huang 2024, arXiv:2410.01805) trains
+on a maximum, too; KVzap (arXiv:2601.07891) fits a ridge regression of the hidden state. On Qwen2.5-Coder-0.5B the
+maximum chooses better than the sum of the weights (docs/results/recall.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .mechanisms.base import MechanismInputs
+from .mechanisms.hybrid import SLOPE_TOKENS
+from .mechanisms.token_gates import scaled
+from .mechanisms.window import within_sequences
+
+
+RIDGE = 1e-3  # of the mean variance of the hidden state's numbers
+SMALLEST = -30.0  # logarithms of weights below are as good as this one
+QUERIES = 256  # whose logits are alive together
+AGES = 8
+LONGEST = 0.5  # of a row
+
+
+@contextmanager
+def hidden_states_as_gates(mechanisms: Iterable[Any]) -> Iterator[None]:
+    """Inside, the gates that mechanisms get are the hidden states from which scores are made, `[B, N, E]`."""
+    mechanisms = list(mechanisms)
+    for mechanism in mechanisms:
+        mechanism.gates = scaled
+    try:
+        yield
+    finally:
+        for mechanism in mechanisms:
+            del mechanism.gates
+
+
+@dataclass
+class ScoreMoments:
+    """Sums over keys and ages of one layer, in float64: of features f = (hidden state, age, 1), and of targets y."""
+
+    ff: Tensor  # [E + 2, E + 2]
+    fy: Tensor  # [E + 2, Hkv]
+    yy: Tensor  # [Hkv]
+
+    @classmethod
+    def nothing(cls, mechanism: Any) -> ScoreMoments:
+        """Those of no keys."""
+        heads, size = mechanism.score_projection.shape
+        shapes = ((size + 2, size + 2), (size + 2, heads), (heads,))
+        return cls(*(mechanism.score_projection.new_zeros(shape, dtype=torch.float64) for shape in shapes))
+
+    def add(self, inputs: MechanismInputs, mechanism: Any) -> None:
+        """Add the keys of one call of the layer."""
+        window, length = mechanism.window_size, inputs.query.shape[2]
+        ages = torch.linspace(
+            window, max(window, length * LONGEST), AGES, dtype=torch.float32, device=inputs.query.device
+        ).long()
+        target, counted = log_largest_weights(inputs, ages, mechanism.num_sinks)
+        hidden, y = inputs.gates.flatten(0, 1).float(), target.permute(0, 2, 3, 1).flatten(0, 1)  # [T, E], [T, A, Hkv]
+        number, age = counted.flatten(0, 1).float(), ages.float() / SLOPE_TOKENS
+        few = torch.stack((number @ age, number.sum(1)), dim=1)  # [T, 2], the sums of (age, 1)
+        y = y * number.unsqueeze(-1)
+        size = hidden.shape[1]
+        self.ff[:size, :size] += hidden.T @ (hidden * few[:, 1:])
+        cross = (hidden.T @ few).double()
+        self.ff[:size, size:] += cross
+        self.ff[size:, :size] += cross.T
+        total, linear = number.sum(0).double(), age.double()
+        both = torch.stack((linear, torch.ones_like(linear)))
+        self.ff[size:, size:] += both * total @ both.T
+        self.fy[:size] += hidden.T @ y.sum(1)
+        self.fy[size:] += both @ y.sum(0).double()
+        self.yy += y.double().square().sum((0, 1))
+
+    def fit(self, mechanism: Any) -> float:
+        """Set the scores of the mechanism; returns the share of the variance that they explain, over its heads."""
+        weight, slope, share = self.solved()
+        mechanism.score_projection.copy_(weight)
+        mechanism.score_slope.copy_(slope)
+        return share.mean().item()
+
+    def solved(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The weights of hidden states `[Hkv, E]` and of positions `[Hkv]`, and the share of variance they explain."""
+        size, count = self.ff.shape[0] - 2, self.ff[-1, -1].clamp(min=1)
+        ff, fy, yy = self.ff / count, self.fy / count, self.yy / count
+        mean_y, variance = fy[-1], ff.diagonal()[:size] - ff[:size, -1].square()
+        damped = ff.clone()
+        damped.diagonal()[:size] += RIDGE * variance.mean().clamp(min=1e-12)
+        weight = torch.linalg.lstsq(damped, fy).solution
+        left = (weight * (ff @ weight - 2 * fy)).sum(0) + yy
+        return weight[:size].T, -weight[size], 1 - left / (yy - mean_y.square()).clamp(min=1e-12)
+
+
+def log_largest_weights(inputs: MechanismInputs, ages: Tensor, num_sinks: int) -> tuple[Tensor, Tensor]:
+    """The logarithm of the largest softmax weight that each key gets at and after each age, and which are fair.
+
+    Args:
+        ages: `[A]`, distances of query and key in tokens.
+
+    Returns:
+        `[B, Hkv, N, A]`, over all queries of the heads that share the key; and bool `[B, N, A]`: those of no sinks that
+        at least a quarter as many queries see as the row has tokens, because fewer queries look for less.
+    """
+    query, key, mask = inputs.query, inputs.key.float(), inputs.attention_mask
+    (batch, heads, length), groups = key.shape[:3], query.shape[1] // key.shape[1]
+    numbers = torch.ones(batch, length, dtype=torch.long, device=key.device) if mask is None else mask.long()
+    place = (within_sequences(numbers)[0] if inputs.is_packed else numbers.cumsum(1)) - 1
+    largest = key.new_full((batch, heads, length, len(ages)), SMALLEST)
+    seen = numbers.new_zeros(batch, length, len(ages))
+    for first in range(0, length, QUERIES):
+        rows = slice(first, min(first + QUERIES, length))
+        end = rows.stop  # no query of these sees a later key
+        gap = place[:, rows, None] - place[:, None, :end]
+        visible = (gap >= 0) & (numbers[:, rows, None] == numbers[:, None, :end]) & (numbers > 0)[:, None, :end]
+        queries = query[:, :, rows].float().unflatten(1, (heads, groups)) * inputs.scaling
+        logits = queries.flatten(2, 3) @ key[:, :, :end].transpose(-1, -2)
+        logits = logits.unflatten(2, (groups, -1)).masked_fill_(~visible[:, None, None], torch.finfo(key.dtype).min)
+        best = (logits - logits.logsumexp(dim=-1, keepdim=True)).amax(dim=2)  # [B, Hkv, C, N]
+        for number, age in enumerate(ages.tolist()):
+            old = visible & (gap >= age)
+            new = best.masked_fill(~old[:, None], SMALLEST).amax(dim=2)
+            torch.maximum(largest[:, :, :end, number], new, out=largest[:, :, :end, number])
+            seen[:, :end, number] += old.sum(1)
+    fair = (seen >= max(1, length // 4)) & (place >= num_sinks).unsqueeze(-1)
+    return largest, fair
