@@ -36,8 +36,8 @@ help: ## List the targets
 setup: $(VENV)/.installed ## Make .venv and install the project with its tested versions
 
 .PHONY: demo
-demo: $(VENV)/.installed ## Train a small Llama, convert it, and see what that cost and kept (3 minutes)
-	$(BIN)/python benchmarks/demo.py --output_dir outputs/demo
+demo: $(VENV)/.installed ## Convert a model that looks things up, and see what that cost and kept (3 minutes); MODEL and TEXT are yours
+	$(BIN)/python benchmarks/demo.py --output_dir outputs/demo $(MODEL:%=--model %) $(TEXT:%=--text %)
 
 .PHONY: test
 test: $(VENV)/.installed ## The test suite (4 to 11 minutes on 2 cores)

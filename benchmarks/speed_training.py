@@ -14,6 +14,7 @@ are the mechanisms in the forward pass, and `losses` what they are compared with
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 import time
 from collections import Counter
@@ -29,8 +30,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import parse, save, table
-from benchmarks.demo import make_tokenizer, texts, write_lines
 from benchmarks.real_attention import documentation, minilm_folder
+from examples.train_demo_model import make_tokenizer
 from hf_linear_attention.attention.layer import LinearizedAttention
 from hf_linear_attention.conversion.convert_and_heal import convert_and_heal
 from hf_linear_attention.training.data import batches
@@ -142,7 +143,7 @@ def small_llama(folder: Path) -> str:
     sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 5, "num_attention_heads": 8}
     sizes |= {"num_key_value_heads": 4, "max_position_embeddings": 512, "vocab_size": 512}
     LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).save_pretrained(folder)
-    make_tokenizer(texts()[0]).save_pretrained(folder)
+    make_tokenizer([documentation()], 512).save_pretrained(folder)
     return str(folder)
 
 
@@ -167,7 +168,9 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder, text = Path(scratch), documentation()
         length = arguments.characters
-        file = write_lines(folder / "texts.jsonl", (text[n : n + length] for n in range(0, len(text), length)))
+        file = folder / "texts.jsonl"
+        lines = ({"text": text[n : n + length]} for n in range(0, len(text), length))
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         llama = arguments.checkpoint or small_llama(folder / "llama")
         cases = {
             "Llama of stories260k's size": (llama, 2 * (WARM + arguments.llama_steps) * 1024),

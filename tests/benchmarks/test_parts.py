@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import statistics
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import models, real_attention, rivals, speed
 from benchmarks.papers import copy_task, recall_bytes, recall_tasks
@@ -210,7 +212,16 @@ def test_without_memory_hybrids_keep_their_window_and_what_is_softmax_stays():
         torch.testing.assert_close(found, convert(teacher, **left).eval()(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_the_demo_finds_its_texts():
-    training, held_out = importlib.import_module("benchmarks.demo").texts()
-    assert len(training) > 3 * len(held_out) > 100
-    assert not set(training) & set(held_out)
+def test_the_model_of_the_demo_looks_up_what_stood_before():
+    """Pages of held-out text; a window that reads half as far back as they stood knows as many as by chance."""
+    demo = importlib.import_module("benchmarks.demo")
+    tokenizer = AutoTokenizer.from_pretrained(demo.OWN_MODEL)
+    text = demo.with_notes(demo.prose(held_out=True)[:1500], 0)
+    ids, pages = demo.look_ups(text, tokenizer)
+    assert all(ids[first:end] == ids[first - distance : end - distance] for first, end, distance in pages)
+    model = AutoModelForCausalLM.from_pretrained(demo.OWN_MODEL, dtype=torch.float32).eval()
+    window = convert(model, mechanism="window", window_size=128)
+    (_, *far), (near, *none) = (demo.looked_up(each, tokenizer, text, 512) for each in (model, window))
+    assert min(map(len, far)) >= 20
+    assert all(statistics.fmean(part) > 0.9 for part in (*far, near))
+    assert all(statistics.fmean(part) < 0.2 for part in none)
