@@ -23,9 +23,9 @@ from .mechanisms.window import within_sequences
 
 
 RIDGE = 1e-3  # of the mean variance of the hidden state's numbers
-# Logarithms of weights below are as good as this one. Cut off at -30, -4, -2 and -1, and nothing trained, stories260k has
-# 1.359, 1.358, 1.350 and 1.352 nats (128 tokens, positions 256 to 511; original 1.349), and the model of `make demo`
-# knows .10, .20, .63 and .99 of what stood 256 to 511 tokens back.
+# Logarithms of weights below are as good as this one. Cut off at -30, -4, -2 and -1, and nothing trained, stories260k
+# has 1.359, 1.358, 1.350 and 1.352 nats (128 tokens, positions 256 to 511; original 1.349), and the model of
+# `make demo` knows .10, .20, .63 and .99 of what stood 256 to 511 tokens back.
 SMALLEST = -2.0
 QUERIES = 256  # whose logits are alive together
 AGES = 8

@@ -29,10 +29,9 @@ def sharded_finetune(cache: Path, options: list[Any], reshard: bool = True) -> i
 
     accelerate makes DDP of FSDP on a CPU, and nothing of it needs a GPU but that choice, which is made here for it.
     """
+    import accelerate
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
-
-    from hf_linear_attention.training import distributed
 
     def accelerator(**keywords: Any) -> Accelerator:
         made = Accelerator(**keywords)
@@ -56,5 +55,5 @@ def sharded_finetune(cache: Path, options: list[Any], reshard: bool = True) -> i
         made.prepare = prepared
         return made
 
-    distributed.Accelerator = accelerator
+    accelerate.Accelerator = accelerator
     return processes.finetune(cache, options)

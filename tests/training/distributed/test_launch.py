@@ -63,7 +63,7 @@ def test_processes_that_are_not_connected(recipe, monkeypatch):
         return Accelerator(cpu=False, **options)  # what a script without cpu=True gets on a machine without GPU
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("hf_linear_attention.training.distributed.Accelerator", apart)
+    monkeypatch.setattr("accelerate.Accelerator", apart)
     with pytest.raises(TrainingError, match=r"WORLD_SIZE is 2.*connected 1.*launch/cpu2\.yaml"):
         start_processes(recipe)
 

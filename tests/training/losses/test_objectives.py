@@ -137,7 +137,8 @@ def test_every_layer_is_differentiated_before_the_next_one(llama_teacher, monkey
     settings = {"mechanism": "hybrid", "window_size": 2, "num_sinks": 1, "num_features": 8, "num_exact_keys": 1}
     student = convert(LlamaForCausalLM.from_pretrained(llama_teacher).eval(), **settings)
     student.requires_grad_(False)
-    trained = [p.requires_grad_() for name, p in student.named_parameters() if "linear_attention" in name]
+    learned = [p for name, p in student.named_parameters() if "linear_attention" in name and "score_" not in name]
+    trained = [parameter.requires_grad_() for parameter in learned]
     batch, objectives = ragged_batch("causal_lm", 2, 0), objectives_of("causal_lm", attention_transfer=3, far_share=2)
     seen: list[ObservedAttention] = []
     with observe_attention(student, seen.append):
