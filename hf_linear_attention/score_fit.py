@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -67,7 +67,10 @@ class ScoreMoments:
             window, max(window, length * LONGEST), AGES, dtype=torch.float32, device=inputs.query.device
         ).long()
         target, counted = log_largest_weights(inputs, ages, mechanism.num_sinks)
-        hidden, y = inputs.gates.flatten(0, 1).float(), target.permute(0, 2, 3, 1).flatten(0, 1)  # [T, E], [T, A, Hkv]
+        hidden, y = (
+            cast(Tensor, inputs.gates).flatten(0, 1).float(),
+            target.permute(0, 2, 3, 1).flatten(0, 1),
+        )  # [T, E], [T, A, Hkv]
         number, age = counted.flatten(0, 1).float(), ages.float() / SLOPE_TOKENS
         few = torch.stack((number @ age, number.sum(1)), dim=1)  # [T, 2], the sums of (age, 1)
         y = y * number.unsqueeze(-1)
