@@ -45,7 +45,7 @@ from hf_linear_attention.training.run import run
 WARM = 3  # steps that are not counted
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "teacher": [(Teacher, "__call__")],
-    "student": [(objectives, "run_model")],
+    "student": [(objectives.ByRow, "run")],
     "attention": [(LinearizedAttention, "_attend")],
     "losses": [
         (objectives.StudentWithObjectives, "forward"),

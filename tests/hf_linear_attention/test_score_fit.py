@@ -63,7 +63,7 @@ def test_it_is_the_ridge_regression_of_the_largest_weights(monkeypatch: pytest.M
                         largest = weights[:, :, key + age :, key].amax((1, 2)).log().clamp(min=score_fit.SMALLEST)
                         state = states[row, mask][key].double() / states.shape[-1] ** 0.5
                         features.append(torch.cat((state, torch.tensor([age / 64, 1.0], dtype=torch.float64))))
-                        targets.append(largest)
+                        targets.append(largest + score_fit.EMPHASIS * (largest - score_fit.LARGE).clamp(min=0))
         x, y = torch.stack(features), torch.stack(targets)
         damping = score_fit.RIDGE * x[:, :-2].var(0, correction=0).mean()
         rows = torch.cat((x / len(x) ** 0.5, torch.eye(x.shape[1])[:-2].double() * damping**0.5))
