@@ -155,7 +155,7 @@ def heal(original: str, file: Path, tokens: int, folder: Path) -> list[tuple[str
         recipe = clock.runs[-1][0]
         of_original = replace(recipe.model, model_name_or_path=original)
         optimization = replace(recipe.optimization, mechanism_learning_rate=None)
-        own = replace(recipe.run, output_dir=folder, resume_from_checkpoint=None, overwrite_output_dir=True)
+        own = replace(recipe.run, output_dir=str(folder), resume_from_checkpoint=None, overwrite_output_dir=True)
         run(replace(recipe, model=of_original, optimization=optimization, run=own))
     return list(zip([*names, "original"], (figures for _, figures in clock.runs), strict=True))
 
