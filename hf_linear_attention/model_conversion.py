@@ -182,7 +182,8 @@ def convert(
     stock = AutoConfig.from_pretrained(model, **hub)
     refuse_converted(stock)
     stock_class = model_class or stock_model_class(stock)
-    config = _convert_config(stock, settings, stock_class, linear_attention)
+    given = arguments["dtype"] if isinstance(arguments["dtype"], torch.dtype) else None
+    config = _convert_config(stock, settings, stock_class, given, linear_attention)
     with converting(), _refused_sizes(config):
         loaded: Any = linear_model_class(stock_class).from_pretrained(model, config=config, **arguments)
     # transformers returns (model, loading info) if it is asked for both
@@ -231,18 +232,22 @@ def _check_arguments(model: Any, model_class: Any, from_pretrained: Any) -> None
 
 
 def _convert_config(
-    config: PreTrainedConfig, settings: Settings | None, model_class: type, given: Mapping[str, Any]
+    config: PreTrainedConfig,
+    settings: Settings | None,
+    model_class: type,
+    dtype: torch.dtype | None,
+    given: Mapping[str, Any],
 ) -> Any:
     """`convert_config` with the default settings where no mechanism is named."""
     is_bare = "mechanism" not in given
     may_leave_out = "layers" not in given and not is_by_layer(given) and getattr(config, "layer_types", None)
     if settings is not None or hasattr(config, "linear_attention") or not (is_bare or may_leave_out):
-        return convert_config(config, settings, model_class=model_class, **given)
+        return convert_config(config, settings, model_class=model_class, dtype=dtype, **given)
     defaults = DEFAULTS[direction_of(config, bool(given.get("cross_attention")))] if is_bare else {}
     complete = {**defaults, **given}
 
     def make(settings: Any) -> Any:
-        found = convert_config(config, model_class=model_class, **settings)
+        found = convert_config(config, model_class=model_class, dtype=dtype, **settings)
         with torch.device("meta"):
             linear_model_class(model_class)(copy.deepcopy(found))
         return found
@@ -301,7 +306,7 @@ def _converted(
     linear_attention: Mapping[str, Any],
 ) -> PreTrainedModel:
     """The linear copy of a loaded model."""
-    config = _convert_config(model.config, settings, stock_class, linear_attention)
+    config = _convert_config(model.config, settings, stock_class, model.dtype, linear_attention)
     with torch.random.fork_rng(devices=[]), _refused_sizes(config):
         converted: Any = linear_model_class(stock_class)(config)
     _leave_out(model, converted)

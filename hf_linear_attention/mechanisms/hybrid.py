@@ -42,7 +42,7 @@ from .token_gates import hidden_size_of, scaled
 from .window import ORDINARY, Line, WindowAttention, WindowState
 
 
-# The unit of positions in scores, so that one learning rate suits the slope and w.
+# The unit of positions in scores, so that the slope is of the size of w.
 SLOPE_TOKENS = 64
 
 

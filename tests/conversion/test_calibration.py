@@ -1,4 +1,4 @@
-"""FAVOR++ is fitted to the queries and keys of the source model: the closed form, padding, files, the report."""
+"""What is fitted to the queries and keys of the source model: FAVOR++ in closed form, padding, files, the report."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from matrix import stock_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from hf_linear_attention import calibrate, convert
+from hf_linear_attention._common import devices
 from hf_linear_attention.conversion import pipeline
 from hf_linear_attention.conversion.verification import TEXTS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
@@ -110,6 +111,34 @@ def test_a_model_without_constants_is_not_run(monkeypatch):
     assert calibrate(model, padded_batches()) == 0
     with pytest.raises(ValueError, match="no token to calibrate on"):
         calibrate(other, [])
+
+
+def test_convert_fits_the_scores_of_exact_keys_to_what_it_is_given(llama, tmp_path):
+    """Python's documentation, or a file; fitted, they are no longer those of the newest keys."""
+    (tmp_path / "text.txt").write_text("keys that later tokens look for are kept\n" * 200)
+    fitted = {}
+    for name, words in {"documentation": [], "file": ["--calibration_file", tmp_path / "text.txt"]}.items():
+        report = convert_folder(llama, tmp_path / name, "--no_verify", *words)
+        assert report["calibration"]["tokens"] >= 4 * 64
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        mechanism = model.model.layers[0].self_attn.linear_attention
+        fitted[name] = torch.cat((mechanism.score_projection, mechanism.score_slope[:, None]), dim=1)
+        assert fitted[name][:, :-1].abs().max() > 0.01
+        assert not torch.equal(fitted[name][:, -1], torch.ones_like(fitted[name][:, -1]))
+    assert not torch.allclose(fitted["documentation"], fitted["file"], rtol=0.1)
+
+
+def test_a_model_computes_in_a_dtype_that_the_machine_has():
+    """The weights are the same before and after, and so are scores that were fitted to a copy in float32."""
+    model = convert(stock_model("llama"), window_size=4, num_sinks=1, num_exact_keys=3, num_features=8).bfloat16()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with devices.ready_to_compute(model):
+        native = devices._is_native(torch.bfloat16) or torch.cuda.is_available()
+        assert model.dtype == (torch.bfloat16 if native else torch.float32)
+    assert model.state_dict().keys() == before.keys()
+    for name, value in model.state_dict().items():
+        assert value.dtype == before[name].dtype
+        assert torch.equal(value, before[name])
 
 
 def test_the_command_calibrates_and_a_reload_keeps_it(bert, tmp_path):

@@ -9,14 +9,17 @@ from typing import Any
 
 import datasets
 import pytest
+from matrix import stock_config
 from recipes import recipe_of
 from runs import write_lines
 from transformers import BertConfig
 
+from hf_linear_attention import convert_config
 from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.data import texts as tokenization
 from hf_linear_attention.training.data.batches import pad
 from hf_linear_attention.training.data.packing import Examples, Part
+from hf_linear_attention.training.data.processors import sequence_length
 from hf_linear_attention.training.data.rows import label_names, load_rows
 from hf_linear_attention.training.data.texts import build_examples, check_texts, paragraphs
 from hf_linear_attention.training.models import class_mapping
@@ -166,3 +169,17 @@ def test_tokens_are_kept_between_runs(build, files, tmp_path, monkeypatch, token
     mine, yours = (tokenization.tokenize_texts(text, each)["input_ids"][0].tolist() for each in (tokenizer, other))
     assert mine != yours
     assert tokenization.tokenize_texts(["a", ""], tokenizer)["input_ids"][1].tolist() == []
+
+
+def test_rows_are_longer_than_what_stays_exact(tokenizer, caplog):
+    """Twice as long by default, where the model reads so much; a shorter `--max_length` gets a warning."""
+    tokenizer, stock = copy.deepcopy(tokenizer), stock_config("llama", max_position_embeddings=4096)
+    tokenizer.model_max_length = 10**6
+    sizes = {"window_size": 300, "num_sinks": 4, "num_exact_keys": 700}
+    config = convert_config(stock, mechanism="hybrid", **sizes)
+    assert [sequence_length(recipe_of(), tokenizer, x) for x in (stock, config)] == [512, 2008]
+    config.max_position_embeddings = 1500
+    assert sequence_length(recipe_of(), tokenizer, config) == 1500
+    assert not caplog.messages
+    assert sequence_length(recipe_of(max_length=1004), tokenizer, config) == 1004
+    assert "the 1004 tokens that stay exact" in caplog.text
