@@ -111,7 +111,8 @@ def sequence_length(recipe: Recipe, processor: Processor, config: PreTrainedConf
         return int(min(default, getattr(processor, "model_max_length", default)))
     if positions and length > positions:
         logger.warning("`--max_length %d` is more than the model's %d positions", length, positions)
-    if length <= (exact := exact_tokens(config)) and is_causal_config(config, config.model_type):
+    kind = getattr(config, "stock_model_type", config.model_type)
+    if length <= (exact := exact_tokens(config)) and is_causal_config(config, kind):
         logger.warning(
             "`--max_length %d` is not more than the %d tokens that stay exact, so nothing is learnt of far keys; give "
             "at least %d",
