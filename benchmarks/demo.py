@@ -107,9 +107,8 @@ def summary(report: dict[str, Any], models: dict[str, Any], look_ups: dict[str, 
     """What the conversion cost and kept, and from which length it pays."""
     quality, last = report["quality"], report["quality"]["positions"]["buckets"][-1]
     trained = quality["positions"]["trained_length"]
+    sizes = {"converted": report["state_bytes"], "window of the same bytes": quality["control"].get("state_bytes")}
     names = {"original": "teacher", "converted": "student", "window of the same bytes": "same_bytes"}
-    # The control's bytes are counted in float32, these in the dtype of the checkpoint.
-    bytes_of = {"converted": f"{report['state_bytes']:,}", "window of the same bytes": "as many"}
     kept = {
         "": list(models),
         f"nats per token, up to {trained:,} tokens": [f"{quality[names[name]]:.3f}" for name in models],
@@ -117,7 +116,7 @@ def summary(report: dict[str, Any], models: dict[str, Any], look_ups: dict[str, 
             f"{last[names[name]]:.3f}" for name in models
         ],
         **look_ups,
-        "bytes per sequence": [bytes_of.get(name, "grow") for name in models],
+        "bytes per sequence": [f"{sizes[name]:,}" if name in sizes else "grow" for name in models],
     }
     pays = [f"{name} {pays_from(curve)}" for name, curve in quality["speed"]["model"].items()]
     word, reason = figures_of(quality).verdict
