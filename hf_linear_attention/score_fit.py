@@ -122,21 +122,30 @@ def log_largest_weights(inputs: MechanismInputs, ages: Tensor, num_sinks: int) -
     (batch, heads, length), groups = key.shape[:3], query.shape[1] // key.shape[1]
     numbers = torch.ones(batch, length, dtype=torch.long, device=key.device) if mask is None else mask.long()
     place = (within_sequences(numbers)[0] if inputs.is_packed else numbers.cumsum(1)) - 1
-    largest = key.new_full((batch, heads, length, len(ages)), SMALLEST)
-    seen = numbers.new_zeros(batch, length, len(ages))
+    # Never falls, and differs by as much as `place` does within a sequence.
+    at = torch.arange(length, device=key.device).expand(batch, -1) if inputs.is_packed else place
+    largest = key.new_full((batch, heads, len(ages), length), SMALLEST)
     for first in range(0, length, QUERIES):
-        rows = slice(first, min(first + QUERIES, length))
-        end = rows.stop  # no query of these sees a later key
-        gap = place[:, rows, None] - place[:, None, :end]
-        visible = (gap >= 0) & (numbers[:, rows, None] == numbers[:, None, :end]) & (numbers > 0)[:, None, :end]
+        end = min(first + QUERIES, length)  # no query of these sees a later key
+        rows = slice(first, end)
         queries = query[:, :, rows].float().unflatten(1, (heads, groups)) * inputs.scaling
-        logits = queries.flatten(2, 3) @ key[:, :, :end].transpose(-1, -2)
-        logits = logits.unflatten(2, (groups, -1)).masked_fill_(~visible[:, None, None], torch.finfo(key.dtype).min)
-        best = (logits - logits.logsumexp(dim=-1, keepdim=True)).amax(dim=2)  # [B, Hkv, C, N]
+        logits = (queries.flatten(2, 3) @ key[:, :, :end].transpose(-1, -2)).unflatten(2, (groups, -1))
+        hidden = numbers[:, rows, None] != numbers[:, None, :end]
+        hidden |= (numbers == 0)[:, rows, None]
+        hidden[:, :, rows].logical_or_(torch.ones(end - first, end - first, device=key.device).triu(1).bool())
+        logits.masked_fill_(hidden[:, None, None], torch.finfo(key.dtype).min)
+        best = logits.log_softmax(dim=-1).amax(dim=2)  # [B, Hkv, C, N]
+        best.masked_fill_(hidden[:, None], SMALLEST)
+        of_all = best.amax(dim=2)
         for number, age in enumerate(ages.tolist()):
-            old = visible & (gap >= age)
-            new = best.masked_fill(~old[:, None], SMALLEST).amax(dim=2)
-            torch.maximum(largest[:, :, :end, number], new, out=largest[:, :, :end, number])
-            seen[:, :end, number] += old.sum(1)
-    fair = (seen >= max(1, length // 4)) & (place >= num_sinks).unsqueeze(-1)
-    return largest, fair
+            # The keys up to `old` are of this age for all queries of the block, and those from `young` on for none.
+            old = int((at[:, :end] <= at[:, first, None] - age).sum(1).min())
+            young = int((at[:, :end] <= at[:, end - 1, None] - age).sum(1).max())
+            is_younger = at[:, rows, None] - at[:, None, old:young] < age
+            between = best[..., old:young].masked_fill(is_younger[:, None], SMALLEST).amax(dim=2)
+            new = torch.cat((of_all[..., :old], between), dim=-1)
+            torch.maximum(largest[:, :, number, :young], new, out=largest[:, :, number, :young])
+    together = (numbers.unsqueeze(-1) == numbers.unsqueeze(-2)).sum(-1) if inputs.is_packed else numbers.sum(1, True)
+    seen = (together - place).unsqueeze(-1) - ages
+    fair = (seen >= max(1, length // 4)) & ((numbers > 0) & (place >= num_sinks)).unsqueeze(-1)
+    return largest.transpose(2, 3), fair
