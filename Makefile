@@ -113,7 +113,7 @@ $(VENV)/.clients: $(VENV)/.installed
 
 .PHONY: test-clients
 test-clients: $(VENV)/.clients ## Third-party libraries, and transformers' own tests (the longest suite)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope -m clients tests/clients
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope -m clients tests/clients tests/docs
 
 .PHONY: test-benchmarks
 test-benchmarks: $(VENV)/.installed ## Quick runs of the benchmarks (4 minutes on 2 cores)

@@ -78,7 +78,7 @@ MEASURED_TASKS = ("causal_lm", "embedding")
 # A window without sinks is the better one beyond the trained length, one with sinks where sinks carry weight.
 SINKS = (0, 4)
 # Shorter texts would lie in the window for the most part, and it would be softmax attention there.
-WINDOWS_OF_TEXT = 8
+WINDOWS_OF_TEXT = 4
 PAIRS = [("student", "window_alone"), ("student", "same_bytes"), ("student", "healed")]
 
 

@@ -159,9 +159,12 @@ def state_bytes(module: nn.Module, dtype: torch.dtype = torch.float32) -> int | 
     is_encoder = not is_causal and not isinstance(module, LinearizedCrossAttention)
     if is_encoder or not mechanism.supports("state", settings):
         return None
-    own = [value for name, value in settings.items() if name not in ("layers", "drop") and isinstance(value, list)]
-    shape = shape if any(own) else replace(shape, layer=0)  # without lists, no setting depends on the layer
-    key = (type(mechanism), json.dumps(settings, sort_keys=True, default=str), shape, dtype, is_causal)
+    own = {  # what a list has for this layer
+        name: value[shape.layer] if isinstance(value, list) and len(value) > shape.layer else value
+        for name, value in settings.items()
+        if name not in ("layers", "drop")
+    }
+    key = (type(mechanism), json.dumps(own, sort_keys=True, default=str), replace(shape, layer=0), dtype, is_causal)
     if key not in _MEASURED:
         _MEASURED[key] = sum(size.numel() * kind.itemsize for size, kind in mechanism.state_layout(dtype, is_causal))
     return _MEASURED[key]

@@ -122,12 +122,12 @@ def test_the_healed_column_is_that_of_the_model_given(teacher) -> None:
     assert gain == f"{-difference['mean']:.3f} ± {difference['standard_error']:.3f}"
 
 
-def test_a_text_of_less_than_eight_windows_has_no_control(teacher) -> None:
+def test_a_text_of_less_than_four_windows_has_no_control(teacher) -> None:
     text = held_out()
-    student = convert(teacher, **{**HYBRID, "window_size": 60})
+    student = convert(teacher, **{**HYBRID, "window_size": 120})
     controls = possible_controls(teacher, student, text)
     assert controls.windows == []
-    assert "the text is read 400 tokens at a time: less than 8 windows" in controls.left_out
+    assert "the text is read 400 tokens at a time: less than 4 windows" in controls.left_out
 
 
 def test_a_window_as_long_as_the_texts_inside_is_only_compared_beyond(teacher) -> None:
