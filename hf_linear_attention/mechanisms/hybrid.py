@@ -32,8 +32,8 @@ from transformers import initialization as init
 from ..features.maps import FEATURE_MAPS, half_squared_norm
 from ..positions.rotary import LearnedDecay, RotaryShift, decay_of, rotary_shift
 from ..torch_kernels.attention import makes_features, map_attention, state_after
-from ..torch_kernels.blocks import EXP, KernelMap, accumulated, is_eager, sized_step, with_dtype
-from ..torch_kernels.exact_keys import NEVER, Kept, choose, chunks_of, kept_after, part_of
+from ..torch_kernels.blocks import EXP, KernelMap, accumulated, is_eager, is_free, sized_step, with_dtype
+from ..torch_kernels.exact_keys import NEVER, Kept, choose, chunk_size, kept_at_chunks, part_of
 from ..torch_kernels.implementations import implemented
 from ..torch_kernels.window import Part, join, joined_output, log_size
 from .base import LayerShape, MechanismInputs, State
@@ -251,8 +251,9 @@ class HybridAttention(HybridOptions, WindowAttention):
         displaced keys as the feature map sees them, their values and ages `[B, Hkv, N, D, W or 1]`, whether there is
         one; and the tensors of `Kept`, which were `old`.
         """
-        count, numbers = self.num_exact_keys, inputs.attention_mask if inputs.is_packed else None
-        real, heads = mask > 0, line.key.shape[1]
+        count, length = self.num_exact_keys, inputs.query.shape[2]
+        inputs, line, real = _in_whole_chunks(inputs, line, mask > 0)
+        heads = line.key.shape[1]
         kept = Kept(*old) if old else Kept.nothing(line.key, line.value, count, self.keeps_positions)
         order = real.cumsum(dim=1)[:, None, :, None].expand(-1, heads, -1, -1).int()
         position = None if line.position is None else line.position[:, None, :, None].expand_as(order).int()
@@ -260,8 +261,8 @@ class HybridAttention(HybridOptions, WindowAttention):
         # Ages become the order of leaving, which does not change.
         kept = kept._replace(age=1 - kept.age, score=kept.score.masked_fill(kept.age == 0, NEVER))
         keys = kept.followed_by(Kept(line.key, line.value, score, order, position))
-        part, displaced, is_displaced, last = self._exact_part(inputs, keys, real, numbers)
-        taken, far = keys.at(displaced), is_displaced[:, 0]
+        part, displaced, is_displaced, last = self._exact_part(inputs, keys, real, length)
+        taken, far, order = keys.at(displaced), is_displaced[:, 0], order[:, :, :length]
         age, key = (order - taken.age).masked_fill(~far[:, None, :, None], 0), taken.key
         if self.shift is not None:
             key = self.shift(accumulated(key), -cast(Tensor, taken.position).squeeze(-1))
@@ -270,58 +271,39 @@ class HybridAttention(HybridOptions, WindowAttention):
         return part, key, taken.value, age, far, tuple(x for x in last if x is not None)
 
     def _exact_part(
-        self, inputs: MechanismInputs, keys: Kept, real: Tensor, numbers: Tensor | None
+        self, inputs: MechanismInputs, keys: Kept, real: Tensor, length: int
     ) -> tuple[Part, Tensor, Tensor, Kept]:
         """The part of the kept keys, which key is displaced before each query, whether one is, and what is kept then.
 
-        `keys` are M that were kept, and then those that leave the window before each query.
+        `keys` are M that were kept, and then those that leave the window before each query. Queries and these fill
+        whole chunks, of which the first `length` count.
         """
         count, (batch, heads, total, _) = self.num_exact_keys, keys.score.shape
-        places = torch.arange(total, dtype=torch.long, device=real.device).expand(batch, heads, -1)
-        own = None
+        size, score, own = chunk_size(length), keys.score.squeeze(-1), None
+        numbers = inputs.attention_mask if inputs.is_packed else None
         if numbers is not None:
             own = F.pad(torch.where(real, numbers, 0), (count, 0))[:, None].expand(-1, heads, -1)
-        chunks, found, held = chunks_of(total - count), [], places[..., :count]
-        for steps in chunks:
-            chunk = torch.cat((held, places[..., count + steps.start : count + steps.stop]), dim=2)
-            found.append(chunk)
-            score = keys.score.squeeze(-1).gather(2, chunk)
-            if own is not None and numbers is not None:
-                following = numbers[:, min(steps.stop, total - count - 1)]
-                score = score.masked_fill(own.gather(2, chunk) != following[:, None, None], NEVER)
-            kept = kept_after(score, count)
-            held, score = chunk.gather(2, kept), score.gather(2, kept)
-        results, whole = [], len(chunks) - (len(chunks) > 1 and found[-1].shape[2] < found[0].shape[2])
-        for first, last in ((0, whole), (whole, len(chunks))):  # those of one length at once
-            if first < last:
-                steps = slice(chunks[first].start, chunks[last - 1].stop)
-                results.append(self._chunks(inputs, keys, torch.stack(found[first:last], dim=2), steps, own))
-        output, size, displaced, is_displaced = (
-            torch.cat(x, dim=x[0].ndim - n) for x, n in zip(zip(*results), (2, 2, 1, 1))
-        )
-        return (output, size), displaced, is_displaced, keys.at(held)._replace(score=score.unsqueeze(-1))
+            following = torch.cat((numbers[:, size::size], numbers[:, length - 1 : length]), dim=1)
+        starts = kept_at_chunks(score, count, size, None if own is None else (own, following))
+        new = torch.arange(count, total, dtype=torch.long, device=real.device).view(1, 1, -1, size)
+        found = torch.cat((starts[:, :, :-1], new.expand(batch, heads, -1, -1)), dim=3)
+        packed = None
+        if own is not None and numbers is not None:
+            packed = own.gather(2, found.flatten(2)).view_as(found), numbers[:, None].unflatten(2, (-1, size))
+        choice = choose(score.gather(2, found.flatten(2)).view_as(found), found, count, packed)
+        output, log_size = self._kept_part(inputs, keys.at(choice.places), choice.kept)
+        displaced, is_displaced = (x.flatten(2)[:, :, :length] for x in (choice.displaced, choice.is_displaced))
+        part = output[:, :, :, :length], log_size[:, :, :, :length]
+        return part, displaced, is_displaced, keys.at(starts[:, :, -1])
 
-    def _chunks(
-        self, inputs: MechanismInputs, keys: Kept, found: Tensor, steps: slice, own: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`_exact_part` of some chunks, whose keys are at the places `found [B, Hkv, K, M + C]`."""
-        count, sizes, packed = self.num_exact_keys, found.shape[2:], None
-        if own is not None:
-            numbers = cast(Tensor, inputs.attention_mask)[:, None, steps].unflatten(2, (sizes[0], -1))
-            packed = own.gather(2, found.flatten(2)).unflatten(2, sizes), numbers
-        score = keys.score.squeeze(-1).gather(2, found.flatten(2)).unflatten(2, sizes)
-        choice = choose(score, found, count, packed)
-        part = self._kept_part(inputs, keys.at(choice.places), choice.kept, steps)
-        return *part, choice.displaced.flatten(2), choice.is_displaced.flatten(2)
-
-    def _kept_part(self, inputs: MechanismInputs, keys: Kept, kept: Tensor, steps: slice) -> Part:
-        """The part of the keys `kept [B, Hkv, K, C, n]` for the queries `steps`."""
-        heads, query, positions = keys.key.shape[1], inputs.query[:, :, steps], inputs.positions
+    def _kept_part(self, inputs: MechanismInputs, keys: Kept, kept: Tensor) -> Part:
+        """The part of the keys `kept [B, Hkv, K, C, n]`."""
+        heads, query, positions = keys.key.shape[1], inputs.query, inputs.positions
         far = None
-        move = None if positions is None else self.move_to_kept(positions[:, steps])
+        move = None if positions is None else self.move_to_kept(positions)
         if move is not None and self.to_kept is not None:
             place = cast(Tensor, keys.position).squeeze(-1)
-            gap = cast(Tensor, positions)[:, None, steps].unflatten(2, (kept.shape[2], -1)).unsqueeze(-1)
+            gap = cast(Tensor, positions)[:, None].unflatten(2, (kept.shape[2], -1)).unsqueeze(-1)
             moved = self.to_kept(query, move).unflatten(1, (heads, -1))
             moved_keys = self.to_kept(keys.key.flatten(2, 3), -place.flatten(2)).unflatten(2, place.shape[2:])
             far = moved, moved_keys, gap - place.unsqueeze(3) >= cast(int, self.trained_length)
@@ -361,6 +343,18 @@ class HybridAttention(HybridOptions, WindowAttention):
             exact, behind = join(exact, behind[-1]), behind[:-1]
         norm = half_squared_norm(inputs.query, inputs.scaling).unflatten(1, (exact[0].shape[1], -1))
         return self.mix(exact, behind, norm)
+
+
+def _in_whole_chunks(inputs: MechanismInputs, line: Line, real: Tensor) -> tuple[MechanismInputs, Line, Tensor]:
+    """All of these with padding at the right end, so that chunks of exact keys have one size."""
+    length = inputs.query.shape[2]
+    missing = 0 if is_free(length) else -length % chunk_size(length)
+    if not missing:
+        return inputs, line, real
+    rows = (inputs.positions, inputs.attention_mask)
+    positions, mask = (None if x is None else F.pad(x, (0, missing)) for x in rows)
+    inputs = inputs._replace(query=F.pad(inputs.query, (0, 0, 0, missing)), positions=positions, attention_mask=mask)
+    return inputs, line.padded(0, missing), F.pad(real, (0, missing))
 
 
 class JointMix(nn.Module):

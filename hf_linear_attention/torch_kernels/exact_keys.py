@@ -103,9 +103,43 @@ def by_score(score: Tensor) -> tuple[Tensor, Tensor]:
     return score.sort(dim=-1, descending=True, stable=True)
 
 
-def kept_after(score: Tensor, count: int) -> Tensor:
-    """The places of the `count` largest of `score [..., n]`, in their order, `[..., count]`."""
-    return by_score(score)[1][..., :count].sort(dim=-1).values
+def kept_at_chunks(score: Tensor, count: int, size: int, numbers: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """The places, in their order, of the keys that are kept before each chunk and after the last, `[B, Hkv, K + 1, M]`.
+
+    The first M of `score [B, Hkv, M + K C]` are those of the kept keys, `count` is M and `size` is C. With `numbers`,
+    the packed sequences of the keys `[B, Hkv, M + K C]` and of the query behind each chunk `[B, K]`, only keys of that
+    query's sequence are kept. It is a scan: what 1, 2, 4, .. chunks leave is found for all chunks at once.
+    """
+    places = torch.arange(score.shape[-1], dtype=torch.long, device=score.device).expand_as(score)
+    old_score, old_place = (x[:, :, None, :count] for x in (score, places))
+    score, place = (x[..., count:].unflatten(2, (-1, size)) for x in (score, places))
+
+    def of_own(score: Tensor, place: Tensor, first: int) -> Tensor:
+        if numbers is None:
+            return score
+        number = numbers[0].gather(2, place.flatten(2)).unflatten(2, place.shape[2:])
+        return score.masked_fill(number != numbers[1][:, None, first:, None], NEVER)
+
+    score, step = of_own(score, place, 0), 1
+    if place.shape[2] > 1 and size > count:
+        score, place = _best(score, place, count)
+    while step < place.shape[2]:
+        before, own = ([x[:, :, part] for x in (score, place)] for part in (slice(-step), slice(step, None)))
+        before[0] = of_own(*before, step)
+        both = [torch.cat(pair, dim=-1) for pair in zip(before, own)]
+        both = _best(*both, count) if both[0].shape[-1] > count else both
+        missing = both[0].shape[-1] - score.shape[-1]
+        first = (F.pad(x[:, :, :step], (0, missing), value=fill) for x, fill in ((score, NEVER), (place, 0)))
+        score, place = (torch.cat(pair, dim=2) for pair in zip(first, both))
+        step *= 2
+    pairs = ((old_score, score), (old_place, place))
+    both = [torch.cat((first.expand(-1, -1, x.shape[2], -1), x), dim=-1) for first, x in pairs]
+    return torch.cat((old_place, _best(*both, count)[1].sort(dim=-1).values), dim=2)
+
+
+def _best(score: Tensor, place: Tensor, count: int) -> list[Tensor]:
+    score, order = by_score(score)
+    return [score[..., :count], place.gather(-1, order[..., :count])]
 
 
 def part_of(
@@ -167,8 +201,6 @@ def _logits(query: Tensor, key: Tensor, scaling: float, dtype: torch.dtype) -> T
     return (rows.flatten(3, 4) @ key.to(dtype).transpose(-1, -2)).unflatten(3, rows.shape[3:5])
 
 
-def chunks_of(length: int) -> list[slice]:
-    """The steps of each chunk; a single one where the length is free, as in a graph for any."""
-    if is_free(length):
-        return [slice(0, length)]
-    return [slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK)]
+def chunk_size(length: int) -> int:
+    """The steps of each chunk; all of them where the length is free, as in a graph for any."""
+    return length if is_free(length) else min(CHUNK, length)

@@ -8,6 +8,7 @@ from matrix import attend, mechanism_of, qkv, sample_inputs, stock_model
 from transformers import BloomConfig, BloomForCausalLM
 
 from hf_linear_attention import convert
+from hf_linear_attention.torch_kernels.exact_keys import NEVER, kept_at_chunks
 
 
 SETTINGS = {"mechanism": "hybrid", "window_size": 4, "num_sinks": 1, "num_exact_keys": 3, "num_features": 8}
@@ -41,3 +42,31 @@ def test_it_needs_the_scores():
     mechanism = mechanism_of(SETTINGS)
     with pytest.raises(ValueError, match="`num_exact_keys` needs `gates`"):
         attend(mechanism, *qkv(9))
+
+
+@pytest.mark.parametrize(("count", "chunks", "size"), [(5, 13, 4), (9, 8, 4), (3, 5, 7), (3, 1, 7)])
+def test_the_scan_keeps_what_one_chunk_after_the_other_keeps(count, chunks, size):
+    """With equal scores, of which the first one wins, and places without a key."""
+    batch, heads, total = 2, 3, count + chunks * size
+    score = torch.randn(batch, heads, total).mul(2).round()
+    score = score.masked_fill(torch.rand(batch, 1, total) < 0.4, NEVER)
+    score[1, :, :count] = NEVER
+    numbers = torch.randint(1, 4, (batch, chunks * size)).sort(dim=1).values
+    following = torch.cat((numbers[:, size::size], numbers[:, -1:]), dim=1)
+    own = torch.cat((numbers.new_zeros(batch, count), numbers), dim=1)[:, None].expand(-1, heads, -1)
+    for packed in (None, (own, following)):
+        if packed:
+            score[..., :count] = NEVER  # nothing precedes packed sequences
+        found = kept_at_chunks(score, count, size, packed)
+        for b, h in torch.cartesian_prod(torch.arange(batch), torch.arange(heads)).tolist():
+            kept = [place for place in range(count) if score[b, h, place] > NEVER]
+            for chunk in range(chunks + 1):
+                places = found[b, h, chunk].tolist()
+                assert places == sorted(places)
+                # The others are empty: those that were so at the start.
+                assert kept == [place for place in places if place >= count or score[b, h, place] > NEVER]
+                new = range(count + chunk * size, min(count + (chunk + 1) * size, total))
+                seen = [place for place in (*kept, *new) if score[b, h, place] > NEVER]
+                if packed and chunk < chunks:
+                    seen = [place for place in seen if own[b, h, place] == following[b, chunk]]
+                kept = sorted(sorted(seen, key=lambda place: (-score[b, h, place].item(), place))[:count])
