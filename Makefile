@@ -98,6 +98,19 @@ test-vllm: $(VLLM)/.installed ## Converted models in vLLM on a CPU, in $(VENV)-v
 	HF_LINEAR_ATTENTION_TEST_VLLM=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -p no:cacheprovider \
 		--rootdir tests/vllm_plugin -c /dev/null tests/vllm_plugin
 
+# The rest comes from $(VENV), in which nothing may find fla: `make test` is for those without it.
+TRITON := $(VENV)/triton
+$(TRITON)/.installed: $(VENV)/.installed constraints.txt
+	$(PYTHON) -m venv $(TRITON)
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $(TRITON)/newer.pth
+	mv $(TRITON)/newer.pth $$($(TRITON)/bin/python -c "import site; print(site.getsitepackages()[0])")
+	$(TRITON)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt triton fla-core einops
+	touch $@
+
+.PHONY: test-triton
+test-triton: $(TRITON)/.installed ## Triton's kernels, ours and fla's, in its interpreter on a CPU (2 minutes on 2 cores)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TRITON)/bin/python -m pytest -q -n $(WORKERS) -p no:cacheprovider tests/triton
+
 .PHONY: test-architectures
 test-architectures: $(VENV)/.installed ## A tiny twin of every tested architecture (2 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m architectures tests/architectures \

@@ -51,20 +51,21 @@ def takes(value: Tensor, length: int) -> bool:
     Kernels for blocks multiply float32 as TF32, which keeps all digits of float16 but not of float32; float32 is
     therefore accepted only if torch itself may use TF32.
     """
-    if value.dtype == torch.float64 or _kernels() is None:
+    if value.dtype == torch.float64 or _kernels(True) is None:
         return False
     return length <= LONGEST_RECURRENT or value.dtype != torch.float32 or is_tf32_allowed()
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, log_decay: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, gate: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`CausalAttention.apply` on CUDA: `query [B, Hkv, G, N, F]`, `key [B, Hkv, N, F]`, `value [B, Hkv, N, D]`.
 
-    `log_decay [B, Hkv, N]` is what each token applies to all tokens before it. The results are the normalised output
-    `[B, Hkv, G, N, D]`, its denominator `[B, Hkv, G, N, 1]` and the state `[B, Hkv, F, D + 1]`, all in float32.
+    Each token first multiplies the sums before it by exp(`gate [B, Hkv, N, F]`), if that is given. The results are the
+    normalised output `[B, Hkv, G, N, D]`, its denominator `[B, Hkv, G, N, 1]` and the state `[B, Hkv, F, D + 1]`, all
+    in float32.
     """
-    kernels = _kernels()
+    kernels = _kernels(gate is not None)
     if kernels is None:
         raise ImportError("fla-core or triton is missing; call `takes` first.")
     groups, length, features, width = *query.shape[2:], value.shape[-1]
@@ -72,14 +73,15 @@ def causal_attention(
     # Unnormalised sums overflow float16, and the kernels use one dtype for the sums and their terms.
     dtype = torch.bfloat16 if value.dtype == torch.bfloat16 and not is_short else torch.float32
     values = F.pad(value.to(dtype), (0, 1), value=1.0)
+    gates = {} if gate is None else {"gk" if is_short else "g": laid_out(repeated(gate.float(), groups))}
     sums, new_state = kernels[0 if is_short else 1](
         laid_out(query.flatten(1, 2).to(dtype)),
         laid_out(repeated(key.to(dtype), groups)),
         laid_out(repeated(values, groups)),
-        g=None if log_decay is None else repeated(log_decay.float(), groups).transpose(1, 2),
         scale=1.0,
         initial_state=None if state is None else repeated(widened(widened(state.float(), -1), -2), groups),
         output_final_state=True,
+        **gates,
     )
     sums = sums.float().transpose(1, 2).unflatten(1, (-1, groups))
     denominator = sums[..., width : width + 1]
@@ -122,15 +124,24 @@ def is_tf32_allowed() -> bool:
 
 
 @functools.cache
-def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The recurrent and the chunked kernel of fla; None if fla-core or triton is missing or too old to have them."""
+def _kernels(gated: bool) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The recurrent and the chunked kernel of fla, without gates or with one for every token and feature.
+
+    None if fla-core or triton is missing or too old to have them. A gate per head alone would be faster, but fla
+    refuses its gradients on Hopper with Triton 3.4 to 3.7.
+    """
     with without_models():
         try:
-            from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+            if gated:
+                from fla.ops.gla import chunk_gla as chunked
+                from fla.ops.gla import fused_recurrent_gla as recurrent
+            else:
+                from fla.ops.simple_gla import chunk_simple_gla as chunked
+                from fla.ops.simple_gla import fused_recurrent_simple_gla as recurrent
         except ImportError as error:
             logger.info("Linear attention on CUDA is computed by torch, not by fla-core's kernels: %s", error)
             return None
-    return fused_recurrent_simple_gla, chunk_simple_gla
+    return recurrent, chunked
 
 
 @contextlib.contextmanager

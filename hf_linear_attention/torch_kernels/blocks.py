@@ -513,24 +513,19 @@ def _masked_exp(exponent: Tensor, mask: Tensor) -> Tensor:
     return exponent.masked_fill(~mask, 0.0).exp()
 
 
-def safe_block_size(key: Tensor, mask: Tensor | None, maximum: Tensor | None, steepest: float = 0.0) -> int:
+def safe_block_size(key: Tensor, mask: Tensor | None, maximum: Tensor | None) -> int:
     """The longest block in which the features of an early query cannot underflow.
 
     A block is stabilised by the maximum over all of its keys. A query before a very large key therefore sees its own
-    keys scaled down by exp(maximum of the block - maximum so far); a decay of `steepest` nats per token scales them
-    down further where the maximum takes it over at the end of a block. Up to 60 nats (600 in float64) float32 keeps
-    full relative precision, since exp(-60) times its last digit is a normal number.
+    keys scaled down by exp(maximum of the block - maximum so far). Up to 60 nats (600 in float64) float32 keeps full
+    relative precision, since exp(-60) times its last digit is a normal number.
     """
     if key.shape[2] <= 1 or not key.numel() or key.device.type == "meta":  # meta tensors have no values to underflow
         return max(1, key.shape[2])
     limit = 600.0 if key.dtype == torch.float64 else 60.0
     key = key.detach() if mask is None else key.detach().masked_fill(~mask, EMPTY_MAXIMUM)
-
-    def is_safe(size: int) -> bool:
-        size = min(size, key.shape[2])
-        return _largest_drop(key, maximum, size) + size * steepest <= limit
-
-    return next(size for size in BLOCK_SIZES if size == 1 or is_safe(size))
+    sizes = (size for size in BLOCK_SIZES if size == 1 or _largest_drop(key, maximum, min(size, key.shape[2])) <= limit)
+    return next(sizes)
 
 
 def _largest_drop(key: Tensor, maximum: Tensor | None, size: int) -> float:

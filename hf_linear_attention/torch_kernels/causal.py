@@ -62,36 +62,76 @@ def causal_attention(
 
     `gpu_kernel` is `kernels.fla.causal_attention` if that accepts these tensors, and None otherwise.
     """
-    if log_decay is not None and gpu_kernel is None:
-        options: dict[str, Any] = {"key_mask": key_mask, "state": state, "log_decay": log_decay}
-        return plain_attention(query, key, value, log_features=log_features, is_causal=True, **options)
+    options: dict[str, Any] = {"log_features": log_features, "state": state}
+    if gpu_kernel is not None:
+        return _with_gates(query, key, value, mask=key_mask, log_decay=log_decay, kernel=gpu_kernel, **options)
+    if log_decay is not None:
+        options |= {"key_mask": key_mask, "log_decay": log_decay}
+        return plain_attention(query, key, value, is_causal=True, **options)
     mask = None if key_mask is None else key_mask[:, None, :, None]
     sums, maximum = unpack_state(state, log_features)
-    steepest = 0.0 if log_decay is None else -log_decay.min().item()
     dtype = accumulation_dtype(value)
     key = with_dtype(key, dtype)
-    size = safe_block_size(key, mask, maximum, steepest) if log_features else max(1, key.shape[2])
+    size = safe_block_size(key, mask, maximum) if log_features else max(1, key.shape[2])
     query = with_dtype(query, dtype).unflatten(1, (key.shape[1], -1))
-    if gpu_kernel is not None and not log_features:  # without exponents the kernel handles any decay in one block
-        visible = key if mask is None else key * mask
-        output, denominator, sums = gpu_kernel(query, visible, value, sums, _faded(log_decay, key, mask))
-        return output, denominator, None, sums
-    attend = CausalAttention.apply if gpu_kernel is None else gpu_kernel
     masks = itertools.repeat(None) if mask is None else mask.split(size, dim=2)
     results = []
     # `.split` and not slices: autograd through slices of one tensor costs O(N^2).
     for q, k, v, m in zip(query.split(size, dim=3), key.split(size, dim=2), value.split(size, dim=2), masks):
-        scale, faded = None, _faded(log_decay, k, m)
+        scale = None
         if log_features:
             q, scale, k, sums, maximum = exponentiate(q, k, m, sums, maximum)
-        k = k if m is None else k * m
-        output, denominator, sums = attend(q, k, v, sums, *(() if faded is None else (faded,)))
-        if faded is not None and maximum is not None:  # move the decay of the sums into their maximum
-            total = faded.sum(dim=2)
-            sums, maximum = sums * (-total.detach()).exp()[..., None, None], maximum + total.detach().unsqueeze(2)
+        output, denominator, sums = CausalAttention.apply(q, k if m is None else k * m, v, sums)
         results.append((output, denominator, scale))
     joint: Any = (None if part[0] is None else joined(part) for part in zip(*results))
     return *joint, pack_state(sums, maximum)
+
+
+def _with_gates(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    log_features: bool,
+    mask: Tensor | None,
+    state: Tensor | None,
+    log_decay: Tensor | None,
+    kernel: Callable[..., Any],
+) -> Parts:
+    """`causal_attention` by a kernel with a gate for every token and feature, in one call and with no branch on data.
+
+    Exponents are taken from their maximum over all tokens so far. A gate moves the sums from one maximum to the next,
+    and carries the decay; that needs its gradient, the maximum is a constant.
+    """
+    dtype, (batch, kv_heads, length, features) = accumulation_dtype(value), key.shape
+    visible = None if mask is None else mask[:, None, :, None]
+    key, query = with_dtype(key, dtype), with_dtype(query, dtype).unflatten(1, (kv_heads, -1))
+    sums, before = unpack_state(state, log_features)
+    gate = None
+    if log_decay is not None:
+        gate = log_decay.to(dtype)[:, None, None].expand(batch, -1, length, 1)
+        gate = gate if visible is None else gate * visible
+    if not log_features:
+        key = key if visible is None else key * visible
+        gate = None if gate is None else gate.expand(-1, -1, -1, features)
+        output, denominator, sums = kernel(query, key, value, sums, gate)
+        return output, denominator, None, sums
+    passed = 0.0 if gate is None else gate.detach().cumsum(dim=2)
+    largest = key.detach() if visible is None else key.detach().masked_fill(~visible, EMPTY_MAXIMUM)
+    largest = (largest - passed).cummax(dim=2).values
+    if before is not None:
+        largest = torch.maximum(largest, before.detach().unsqueeze(2))
+    largest = largest + passed
+    first = largest[:, :, :1] if before is None else before.unsqueeze(2)
+    previous = torch.cat((first, largest[:, :, :-1]), dim=2)
+    rise = (previous - largest).masked_fill(previous < EMPTY_MAXIMUM / 2, 0.0)  # of no sums
+    key = key - largest
+    key = key.exp() if visible is None else key.masked_fill(~visible, 0.0).exp() * visible
+    query = query + largest.unsqueeze(2)
+    scale = query.detach().amax(dim=-1, keepdim=True)
+    gate = rise if gate is None else rise + gate
+    output, denominator, sums = kernel((query - scale).exp(), key, value, sums, gate)
+    return output, denominator, scale, pack_state(sums, largest[:, :, -1])
 
 
 def incomplete(length: int, size: int) -> int:
@@ -153,14 +193,6 @@ def scanned_attention(
     output, *scale = (x.movedim(0, 3).flatten(3, 4)[:, :, :, :length] for x in results)
     state = pack_state(sums, *(maximum or [None]))
     return normalize(output), output[..., -1:], *(scale or [None]), state
-
-
-def _faded(log_decay: Tensor | None, key: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The log decay that each token applies to all tokens before it, `[B, Hkv, N]`."""
-    if log_decay is None:
-        return None
-    faded = log_decay[None, :, None].expand(key.shape[:3])
-    return faded if mask is None else faded * mask[..., 0]
 
 
 def gradients_with_graph(function: Callable[..., Any], inputs: Any, grad_outputs: Any) -> list[Tensor | None]:

@@ -1,17 +1,12 @@
 """The CUDA backend on a CPU: which tensors it takes, and its layout, padding, groups, decay and normalisation.
 
-By default fla-core's functions are stood in for by their formulas; with TRITON_INTERPRET=1 the same tests run its real
-recurrent kernels in Triton's interpreter (which cannot run the chunked ones), in a process of its own.
+fla-core's functions are stood in for by their formulas; `make test-triton` runs its real kernels (tests/triton).
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import os
-import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import reference
@@ -25,21 +20,17 @@ from hf_linear_attention.torch_kernels.delta import gated_delta
 from hf_linear_attention.torch_kernels.implementations import IMPLEMENTATIONS
 
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-not_interpreted = pytest.mark.skipif(INTERPRETED, reason="no recurrent kernel is called")
-
-
-def gla(q, k, v, g, scale, initial_state, output_final_state):
-    """What both functions for linear attention compute, `[B, T, H, K]` and `[B, H, K, V]`, the output as q."""
+def gla(q, k, v, scale, initial_state, output_final_state, g=None, gk=None):
+    """What the functions for linear attention compute, `[B, T, H, K]` and `[B, H, K, V]`, the output as q."""
     assert output_final_state
     assert q.dtype == k.dtype == v.dtype
     assert {q.shape[-1] % 16, v.shape[-1] % 16} == {0}  # in 16 bits odd widths are miscompiled
     state = q.new_zeros(*k.shape[::2], k.shape[-1], v.shape[-1], dtype=torch.float32)
     state = state if initial_state is None else initial_state
-    outputs = []
+    gate, outputs = gk if g is None else g, []
     for t in range(q.shape[1]):
-        if g is not None:
-            state = state * g[:, t, :, None, None].exp()
+        if gate is not None:
+            state = state * gate[:, t, :, :, None].exp()
         state = state + k[:, t, :, :, None].float() * v[:, t, :, None, :].float()
         outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t].float() * scale, state))
     return torch.stack(outputs, dim=1).to(q.dtype), state
@@ -59,21 +50,9 @@ def delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The recurrent kernels, and the chunked ones stood in for by them; real ones of the delta rule lack gradients."""
-    kernel, rules = gla, dict.fromkeys((False, True), (delta_rule, delta_rule))
-    if INTERPRETED:
-        import triton
-
-        # What Triton's autotuner and fla ask of a GPU: every kernel takes as long as any other.
-        target = SimpleNamespace(backend="cpu", arch="")
-        benchmarker = lambda call, quantiles: [0.0] * len(quantiles)  # noqa: E731
-        driver = SimpleNamespace(get_benchmarker=lambda: benchmarker, get_current_target=lambda: target)
-        triton.runtime.driver.set_active(driver)
-        kernel, _ = kernels_fla._kernels()
-        rules = {by_feature: kernels_fla._delta_kernels(by_feature) for by_feature in rules}
-        assert None not in rules.values()
-    monkeypatch.setattr(kernels_fla, "_kernels", lambda: (kernel, kernel))
-    monkeypatch.setattr(kernels_fla, "_delta_kernels", rules.get)
+    """Stand-ins for fla's functions."""
+    monkeypatch.setattr(kernels_fla, "_kernels", lambda gated: (gla, gla))
+    monkeypatch.setattr(kernels_fla, "_delta_kernels", lambda by_feature: (delta_rule, delta_rule))
     monkeypatch.setattr(kernels_cpu, "library", lambda: None)  # torch on both sides, but for the kernel
 
 
@@ -115,7 +94,7 @@ def test_the_kernel_interface_gives_what_it_gives_on_a_cpu(kernels, log_features
             )
             outputs.append(output)
         output = torch.cat(outputs, dim=2) * mask[:, None, :, None]
-        if log_features:  # where a decay goes, into the sums or the maximum, is a matter of convention
+        if log_features:  # the maximum is a matter of convention
             state = state[..., :-1] * state[..., -1:].exp()
         return [output, state, *torch.autograd.grad((output * direction).sum(), leaves)]
 
@@ -141,7 +120,6 @@ def test_the_recurrent_delta_rule_is_the_oracle(kernels, on_cuda, length, per_fe
     assert_close(gated_delta(**tensors), reference.gated_delta(**tensors), [2e-6, 2e-6])
 
 
-@not_interpreted
 def test_the_chunked_delta_rule_has_gradients(kernels, on_cuda):
     tensors = sample(80, True, dtype=torch.bfloat16)
     actual = values_and_gradients(gated_delta, tensors)
@@ -209,10 +187,9 @@ def test_on_a_cpu_fla_is_never_imported(packages):
     assert "fla" not in sys.modules
 
 
-@not_interpreted
 def test_without_fla_torch_computes_on_cuda_too(packages, monkeypatch):
     packages("fla", "raise ModuleNotFoundError('no triton here')")
-    assert kernels_fla._kernels.__wrapped__() is None
+    assert kernels_fla._kernels.__wrapped__(True) is None
     assert kernels_fla._delta_kernels.__wrapped__(True) is None
     monkeypatch.setattr(kernels_fla, "_delta_kernels", lambda by_feature: None)
     with pytest.raises(ImportError, match="fla-core"):
@@ -224,23 +201,7 @@ def test_the_models_of_fla_stay_out(packages):
     packages("fla", models)
     packages("fla/models")
     packages("fla/ops")
-    packages("fla/ops/simple_gla", "chunk_simple_gla, fused_recurrent_simple_gla = 'chunked', 'recurrent'")
-    assert kernels_fla._kernels.__wrapped__() == ("recurrent", "chunked")
+    packages("fla/ops/gla", "chunk_gla, fused_recurrent_gla = 'chunked', 'recurrent'")
+    assert kernels_fla._kernels.__wrapped__(True) == ("recurrent", "chunked")
     assert "fla.models" not in sys.modules
     importlib.import_module("fla.models")  # whoever wants them can still have them
-
-
-@not_interpreted
-def test_the_real_kernels_in_the_interpreter():
-    if missing := [name for name in ("fla", "triton") if importlib.util.find_spec(name) is None]:
-        pytest.skip(f"{' and '.join(missing)} not installed (extra `gpu`)")
-    chosen = ["-k", "recurrent or kernel_interface", "-m", "", "-p", "no:cacheprovider"]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *chosen, "-p", "no:xdist", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stdout
-    assert "5 passed" in result.stdout
