@@ -173,12 +173,16 @@ class AftAttention(AftOptions, AttentionMechanism):
         """The number of real tokens before each token, `[B, N]`; ValueError if there are more than `max_length`."""
         position = (num_seen + real.cumsum(dim=1) - 1).clamp(min=0)
         knows = position.device.type != "meta" and is_eager(position) and position.numel() > 0
-        if self.variant != "conv" and knows and (longest := int(position.max()) + 1) > self.max_length:
-            raise ValueError(
-                f"Got {longest} positions, but `aft` with `variant` = `{self.variant}` was built for at most "
-                f"`max_length` = {self.max_length}; shorten the input, or convert again with a larger `--max_length`, "
-                "`--variant conv` or `--variant simple`."
-            )
+        if self.variant == "conv" or not knows:
+            return position
+        advice = (
+            f"but `aft` with `variant` = `{self.variant}` was built for at most `max_length` = {self.max_length}; shorten "
+            "the input, or convert again with a larger `--max_length`, `--variant conv` or `--variant simple`."
+        )
+        if position.device.type != "cpu":  # the host does not wait for the number
+            torch._assert_async(position.max() < self.max_length, f"Got more positions, {advice}")
+        elif (longest := int(position.max()) + 1) > self.max_length:
+            raise ValueError(f"Got {longest} positions, {advice}")
         return position
 
     def _near_bias(self, position: Tensor, dtype: torch.dtype) -> Tensor:

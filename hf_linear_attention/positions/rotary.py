@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..mechanisms.base import LayerShape, MechanismInputs, Rotary
+from ..torch_kernels.blocks import is_eager
 
 
 # The initial half-life, in tokens, if the trained length is unknown.
@@ -34,14 +35,27 @@ class RotaryShift:
 
     def __init__(self, rotary: Rotary, first: int = 0) -> None:
         self.rotary, self.first = rotary, first
+        self._frequencies: Tensor | None = None
+
+    def frequencies(self, like: Tensor) -> Tensor:
+        """Those that move, in float32 on the device of `like`.
+
+        On a GPU they are made once: a copy from the host is one more step of every layer, and no CUDA graph may have it.
+        """
+        kept = self._frequencies
+        if kept is None or kept.device != like.device:
+            slow = self.rotary.inverse_frequencies[self.first :]
+            kept = torch.tensor(slow, dtype=torch.float32, device=like.device)
+            if like.device.type != "cpu" and is_eager(like):
+                self._frequencies = kept
+        return kept
 
     def __call__(self, x: Tensor, tokens: Tensor) -> Tensor:
         """`x [B, heads, N, D]` moved by `tokens` positions (integers `[B, N]` or `[B, heads, N]`, positive: right)."""
         half, first = len(self.rotary.inverse_frequencies), self.first
         if first >= half:
             return x
-        slow = self.rotary.inverse_frequencies[first:]
-        frequencies = torch.tensor(slow, dtype=torch.float32, device=x.device)
+        frequencies = self.frequencies(x)
         tokens = tokens if tokens.ndim == 3 else tokens.unsqueeze(1)
         angle = tokens.unsqueeze(-1).to(frequencies.dtype) * frequencies  # [B, 1 or heads, N, frequencies]
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -63,10 +77,9 @@ class RotaryShift:
 
     def table(self, tokens: Tensor) -> Tensor | None:
         """The cosines and then the sines `[B, N, 2 R]` that move R pairs by `tokens [B, N]`; None if no pair moves."""
-        slow = self.rotary.inverse_frequencies[self.first :]
-        if not slow:
+        if self.first >= len(self.rotary.inverse_frequencies):
             return None
-        angle = tokens.unsqueeze(-1).float() * torch.tensor(slow, dtype=torch.float32, device=tokens.device)
+        angle = tokens.unsqueeze(-1).float() * self.frequencies(tokens)
         return torch.cat((angle.cos(), angle.sin()), dim=-1)
 
 

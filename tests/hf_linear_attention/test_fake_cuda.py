@@ -1,0 +1,74 @@
+"""What a GPU would have to do, counted on fake CUDA tensors: kernels, bytes, and calls for which the host waits.
+
+A mix-up of devices is an error on fake tensors too. The table is of one layer: what `attend` and the gates launch, with
+those of the backward pass and of the loss in training. `tests/support/fake_cuda.py` runs all cases in a process whose
+torch takes CUDA for available.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import fake_cuda
+import pytest
+
+
+# Kernels of each case, and megabytes of the default. What a change lowers is lowered here, too.
+KERNELS = {
+    "aft-local": {"train": 287, "padded": 143, "step": 106},
+    "aft-simple": {"train": 164, "padded": 45, "step": 25},
+    "aft-full-factorised": {"train": 161, "padded": 66},
+    "linear-elu1": {"train": 166, "padded": 28, "step": 17},
+    "linear-decay": {"train": 227, "padded": 59, "step": 37},
+    "linear-gated": {"train": 260, "padded": 73, "step": 51},
+    "performer": {"train": 187, "padded": 51, "step": 31},
+    "hybrid-exact-keys": {"train": 684, "padded": 347, "step": 327},
+    "gated_delta-channel": {"train": 296, "padded": 60, "step": 55},
+    "gated_delta-qwen3_5": {"train": 542, "padded": 108, "step": 79},
+    "window": {"train": 277, "padded": 122, "step": 97},
+    "linformer-headwise": {"train": 210, "padded": 63},
+    "linformer_linear-exp": {"train": 234, "padded": 72},
+    "latent": {"train": 127, "padded": 43},
+    "nystrom-conv": {"train": 104, "padded": 41},
+    "default": {"train": 795, "prefill": 388, "step": 346},
+    "long default": {"prefill": 394},
+}
+MEGABYTES = {"prefill": 18283, "train": 49595, "step": 65}
+# The variant `full` of an encoder looks at its weights to choose the form that does not overflow.
+WAITING_ROWS = ("aft-full-factorised",)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("there is no C++ compiler to build the device guard with")
+    guard = fake_cuda.build_guard(compiler, tmp_path_factory.mktemp("fake_cuda"))
+    command = [sys.executable, fake_cuda.__file__, str(guard)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("row", KERNELS)
+def test_every_mechanism_runs_on_cuda_and_launches_no_more_than_it_did(measured, row):
+    cases = measured[row]
+    assert not {mode: case["error"] for mode, case in cases.items() if "error" in case}
+    found = {mode: case["kernels"] for mode, case in cases.items()}
+    assert found == KERNELS[row]
+
+
+def test_the_default_moves_no_more_bytes(measured):
+    found = {mode: case["megabytes"] for mode, case in measured["default"].items()}
+    assert found == MEGABYTES
+
+
+@pytest.mark.parametrize("row", KERNELS)
+def test_nothing_waits_for_the_device(measured, row):
+    """Neither synchronisation nor a copy from the host, in a prompt with padding or without, a step or training."""
+    waits = {mode: case["waits"] for mode, case in measured[row].items() if case["waits"]}
+    assert bool(waits) == (row in WAITING_ROWS), waits
