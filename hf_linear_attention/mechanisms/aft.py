@@ -176,8 +176,8 @@ class AftAttention(AftOptions, AttentionMechanism):
         if self.variant == "conv" or not knows:
             return position
         advice = (
-            f"but `aft` with `variant` = `{self.variant}` was built for at most `max_length` = {self.max_length}; shorten "
-            "the input, or convert again with a larger `--max_length`, `--variant conv` or `--variant simple`."
+            f"but `aft` with `variant` = `{self.variant}` was built for at most `max_length` = {self.max_length}; "
+            "shorten the input, or convert again with a larger `--max_length`, `--variant conv` or `--variant simple`."
         )
         if position.device.type != "cpu":  # the host does not wait for the number
             torch._assert_async(position.max() < self.max_length, f"Got more positions, {advice}")

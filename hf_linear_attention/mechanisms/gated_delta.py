@@ -122,12 +122,13 @@ class GatedDeltaAttention(GatedDeltaOptions, AttentionMechanism):
         if inputs.gates is None or not inputs.is_causal:
             raise ValueError("`gated_delta` is causal and needs `gates`; compute them with the method of that name.")
         sums, *tails = state or (None,)
-        dtype = inputs.query.dtype
+        dtype, value_dtype = inputs.query.dtype, inputs.value.dtype
         if self.is_qwen3_5:
             inputs = self.rule.projected(inputs)
         if self.conv_size:
             (query, key, value), tails = self._convolved(inputs[:3], tails, inputs.attention_mask)
-            inputs = inputs._replace(query=query, key=key, value=value)
+            # The dtype of the values decides how exactly a GPU multiplies.
+            inputs = inputs._replace(query=query, key=key, value=with_dtype(value, value_dtype))
         output, sums = self.rule(inputs, sums)
         return with_dtype(output.transpose(1, 2), dtype), (sums, *tails)
 

@@ -40,7 +40,7 @@ class RotaryShift:
     def frequencies(self, like: Tensor) -> Tensor:
         """Those that move, in float32 on the device of `like`.
 
-        On a GPU they are made once: a copy from the host is one more step of every layer, and no CUDA graph may have it.
+        On a GPU they are made once: a copy from the host would be a step of every layer that no CUDA graph may have.
         """
         kept = self._frequencies
         if kept is None or kept.device != like.device:

@@ -28,7 +28,7 @@ KERNELS = {
     "performer": {"train": 187, "padded": 51, "step": 31},
     "hybrid-exact-keys": {"train": 684, "padded": 347, "step": 327},
     "gated_delta-channel": {"train": 296, "padded": 60, "step": 55},
-    "gated_delta-qwen3_5": {"train": 542, "padded": 108, "step": 79},
+    "gated_delta-qwen3_5": {"train": 382, "padded": 110, "step": 81},
     "window": {"train": 277, "padded": 122, "step": 97},
     "linformer-headwise": {"train": 210, "padded": 63},
     "linformer_linear-exp": {"train": 234, "padded": 72},
