@@ -125,16 +125,16 @@ def kept_at_chunks(score: Tensor, count: int, size: int, numbers: tuple[Tensor, 
         score, place = _best(score, place, count)
     while step < place.shape[2]:
         before, own = ([x[:, :, part] for x in (score, place)] for part in (slice(-step), slice(step, None)))
-        before[0] = of_own(*before, step)
+        before[0] = of_own(before[0], before[1], step)
         both = [torch.cat(pair, dim=-1) for pair in zip(before, own)]
-        both = _best(*both, count) if both[0].shape[-1] > count else both
+        both = _best(both[0], both[1], count) if both[0].shape[-1] > count else both
         missing = both[0].shape[-1] - score.shape[-1]
         first = (F.pad(x[:, :, :step], (0, missing), value=fill) for x, fill in ((score, NEVER), (place, 0)))
         score, place = (torch.cat(pair, dim=2) for pair in zip(first, both))
         step *= 2
     pairs = ((old_score, score), (old_place, place))
     both = [torch.cat((first.expand(-1, -1, x.shape[2], -1), x), dim=-1) for first, x in pairs]
-    return torch.cat((old_place, _best(*both, count)[1].sort(dim=-1).values), dim=2)
+    return torch.cat((old_place, _best(both[0], both[1], count)[1].sort(dim=-1).values), dim=2)
 
 
 def _best(score: Tensor, place: Tensor, count: int) -> list[Tensor]:
