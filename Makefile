@@ -157,6 +157,11 @@ bench-vllm: $(VLLM)/.installed ## vLLM on a CPU: softmax and converted, into out
 bench: $(VENV)/.bench ## Speed on a CPU beside its rivals and aims, into outputs/benchmarks (18 minutes on an idle machine)
 	for name in speed speed_training; do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name --output_dir $(BENCH_DIR) || exit 1; done
 
+DEVICE ?= cuda
+.PHONY: gpu-check
+gpu-check: $(VENV)/.installed ## What a GPU has to answer, into outputs/gpu_check (10 minutes); DEVICE=cpu is a small form that tests the check itself
+	$(BIN)/python -m benchmarks.gpu_check --device $(DEVICE) --output_dir outputs/gpu_check
+
 .PHONY: docs
 docs: $(VENV)/.installed ## Build the documentation into build/site; a broken link is an error (10 seconds)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
