@@ -120,7 +120,7 @@ def form(line: str) -> str:
     """A line without what differs between two models: figures, folders of the disk, and the widths of columns."""
     for pattern, same in OF_A_MODEL:
         line = re.sub(pattern, same, line)
-    return " ".join(re.sub(r"(?<![\w])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?|(?<=\s)-(?=\s|$)", "#", line).split())
+    return " ".join(re.sub(r"(?<![\w])[-+]?\d+(?:,\d+)*(?:\.\d+)?(?:e[-+]?\d+)?|(?<=\s)-(?=\s|$)", "#", line).split())
 
 
 def first_missing_line(shown: str, printed: str, exact: tuple[str, ...] = ()) -> str | None:
