@@ -108,7 +108,7 @@ $(TRITON)/.installed: $(VENV)/.installed constraints.txt
 	touch $@
 
 .PHONY: test-triton
-test-triton: $(TRITON)/.installed ## Triton's kernels, ours and fla's, in its interpreter on a CPU (2 minutes on 2 cores)
+test-triton: $(TRITON)/.installed ## fla's kernels in Triton's interpreter on a CPU (a minute on 2 cores)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TRITON)/bin/python -m pytest -q -n $(WORKERS) -p no:cacheprovider tests/triton
 
 .PHONY: test-architectures

@@ -23,7 +23,8 @@ from .mechanisms.window import within_sequences
 
 
 # Of the mean variance of the hidden state's numbers. On Qwen2.5-Coder-0.5B, where 16,384 tokens are 18 for each weight,
-# 1e-3, 1e-2, 1e-1 and 1 have 2.088, 2.080, 2.069 and 2.081 nats (as below); on stories 1e-3 and 1e-1 do the same.
+# 1e-3, 1e-2, 1e-1 and 1 have 2.088, 2.080, 2.069 and 2.081 nats (as below); the quick start has 1.3551
+# nats with 1e-3 and 1.3555 with 1e-1, the demo knows 36 and 30 % of what stood 256 to 511 tokens back.
 RIDGE = 1e-1
 SMALLEST = -30.0  # logarithms of weights below are as good as this one
 # Of logarithms above LARGE, what is above counts 1 + EMPHASIS times: these are the keys that some query attends to

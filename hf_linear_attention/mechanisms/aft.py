@@ -170,16 +170,20 @@ class AftAttention(AftOptions, AttentionMechanism):
         return output, new_state
 
     def _positions(self, real: Tensor, num_seen: Tensor | int = 0) -> Tensor:
-        """The number of real tokens before each token, `[B, N]`; ValueError if there are more than `max_length`."""
+        """The number of real tokens before each token, `[B, N]`.
+
+        ValueError if there are more than `max_length`; behind a state that is on a GPU, an assertion of the device.
+        """
         position = (num_seen + real.cumsum(dim=1) - 1).clamp(min=0)
         knows = position.device.type != "meta" and is_eager(position) and position.numel() > 0
-        if self.variant == "conv" or not knows:
+        begins = isinstance(num_seen, int)
+        if self.variant == "conv" or not knows or (begins and num_seen + real.shape[1] <= self.max_length):
             return position
         advice = (
             f"but `aft` with `variant` = `{self.variant}` was built for at most `max_length` = {self.max_length}; "
             "shorten the input, or convert again with a larger `--max_length`, `--variant conv` or `--variant simple`."
         )
-        if position.device.type != "cpu":  # the host does not wait for the number
+        if position.device.type != "cpu" and not begins:  # a decoding step does not wait for the number
             torch._assert_async(position.max() < self.max_length, f"Got more positions, {advice}")
         elif (longest := int(position.max()) + 1) > self.max_length:
             raise ValueError(f"Got {longest} positions, {advice}")
