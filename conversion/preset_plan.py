@@ -165,8 +165,8 @@ def plan_training(arguments: ConversionArguments, source: Source, plan: Plan, ou
     options = _options(arguments, source, str(plan.head.task), work_folder(output))
     given = {name: value for name, value in options.items() if value is not None}
     preset = load_preset(str(arguments.preset))
+    preset = fit_to(preset, plan.model, given.get("max_train_tokens"))
     check_stages(preset, given)
-    preset = fit_to(preset, plan.model)
     if unit_of(str(plan.head.task)) == "tokens":
         given = {"max_train_tokens": preset.tokens, **given}
     return Training(preset, given, output, arguments.controls == "healed")

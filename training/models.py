@@ -208,6 +208,16 @@ def empty_model(task: str, path: str, trust_remote_code: bool) -> PreTrainedMode
             return auto_class_of(task).from_config(config, trust_remote_code=trust_remote_code)
 
 
+@torch.no_grad()
+def share_frozen_weights(student: nn.Module, teacher: nn.Module) -> None:
+    """Let the teacher have the tensors of the student that are equal to its own and not trained, in place of copies."""
+    frozen = {n.replace(".base_layer.", "."): p for n, p in student.named_parameters() if not p.requires_grad}
+    for name, own in teacher.named_parameters():
+        other = frozen.get(name)
+        if other is not None and (own.dtype, own.device) == (other.dtype, other.device) and torch.equal(own, other):
+            own.data = other.data
+
+
 def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool) -> PreTrainedModel:
     """The teacher, with mixed precision in the dtype of its checkpoint, otherwise in float32.
 

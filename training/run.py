@@ -43,6 +43,7 @@ from hf_linear_attention.training.models import (
     disable_dropout,
     load_student,
     load_teacher,
+    share_frozen_weights,
 )
 from hf_linear_attention.training.presets import Preset, fit_to, model_without_weights, stage_runs
 from hf_linear_attention.training.recipe import Recipe
@@ -149,7 +150,10 @@ def _teacher(
     layers = hidden_layers_of(recipe, objectives)
     if layers is None and recipe.task.logits is None:
         layers = "last"  # the evaluation compares them
-    return Teacher(model.to(accelerator.device), accelerator.autocast, layers)
+    model.to(accelerator.device)
+    if not accelerator.is_fsdp2:  # it moves weights into shards
+        share_frozen_weights(student, model)
+    return Teacher(model, accelerator.autocast, layers)
 
 
 def _train(
@@ -229,7 +233,7 @@ def run_stages(preset: Preset, given: Mapping[str, Any], run: Run) -> dict[str, 
     is_resumed = given.get("resume_from_checkpoint") is not None
     figures: dict[str, float] = {}
     before: Recipe | None = None
-    preset = fit_to(preset, model_without_weights(given))
+    preset = fit_to(preset, model_without_weights(given), given.get("max_train_tokens"))
     runs = stage_runs(preset, given)
     source = given["task"], str(given["model_name_or_path"]), bool(given.get("trust_remote_code"))
     dtype = given.get("dtype") or checkpoint_dtype(*source)

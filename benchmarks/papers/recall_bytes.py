@@ -192,7 +192,7 @@ def heal(arguments: Namespace, form: Form, teacher: Path, converted: Path, data:
         "output_dir": str(folder),
         "resume_from_checkpoint": "latest",
     }
-    run_stages(fit_to(preset, model_without_weights(given)), given, run)
+    run_stages(fit_to(preset, model_without_weights(given), given["max_train_tokens"]), given, run)
     return folder
 
 

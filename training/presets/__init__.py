@@ -8,7 +8,7 @@ and a share of the tokens. Every stage trains the model that the stage before it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 EPOCHS = 6.0  # of images, for all stages together
+# Fewer tokens than this for each of the base's parameters are few: they train adapters (`with_few_tokens`).
+FEW_TOKENS = 1 / 100
 # MiniLM with a window of 128 tokens, 40,000 tokens of training on 65 to 512: a cosine of .9951 to .9784 by length; at
 # 5e-5 .9855 to .9694, which is less than without training (1 to .9765).
 WINDOW_RATE = 1e-5
@@ -33,11 +35,15 @@ STAGES = "stages"  # the folder in output_dir for the models between the stages
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: its `share` of the tokens, and the options of `finetune.py` that it sets."""
+    """One stage: its `share` of the tokens, and the options of `finetune.py` that it sets.
+
+    `with_few_tokens` are the options that replace these where the tokens of all stages are few for the model.
+    """
 
     name: str
     share: float
     options: dict[str, Any]
+    with_few_tokens: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,9 +90,10 @@ def load_preset(name: str) -> Preset:
         raise UsageError(f"{path} is no preset: {one_line(error)}") from error
 
 
-def _stage(stage: str, share: float, **options: Any) -> Stage:
-    typed_options(options, kinds_of(*GROUPS), f" of the stage {stage}")
-    return Stage(stage, share, options)  # an unfinished run has recorded the values as the file has them
+def _stage(stage: str, share: float, with_few_tokens: Mapping[str, Any] | None = None, **options: Any) -> Stage:
+    few = dict(with_few_tokens or {})
+    typed_options({**options, **few}, kinds_of(*GROUPS), f" of the stage {stage}")
+    return Stage(stage, share, options, few)  # an unfinished run has recorded the values as the file has them
 
 
 def stages_of(preset: Preset, task: str) -> list[Stage]:
@@ -140,18 +147,21 @@ def stage_runs(preset: Preset, given: Mapping[str, Any]) -> list[tuple[Stage, di
     return runs
 
 
-def fit_to(preset: Preset, model: nn.Module) -> Preset:
-    """The preset for a model.
+def fit_to(preset: Preset, model: nn.Module, tokens: int | None = None) -> Preset:
+    """The preset for a model and a number of tokens, by default that of the preset.
 
     If the mechanism has no parameters (`nystrom`, `performer`, `window`), the stages that train only the mechanism are
     left out, and their tokens go to the other stages. If no near and far keys have a common denominator, stages do not
     compare their shares. Embedding models with a window begin so near their original that they get `WINDOW_RATE`.
+    Where there are few tokens for the model, stages have the options that they name for this.
     """
     # This imports transformers' models, which `--help` does without.
     from hf_linear_attention.configuration_linear_attention import mechanisms_of
     from hf_linear_attention.training.losses.objectives import has_far_share
 
     stages = preset.stages
+    if (tokens or preset.tokens) < FEW_TOKENS * _base_parameters(model):
+        stages = {task: [_with_few_tokens(stage) for stage in entry] for task, entry in stages.items()}
     if not has_far_share(model):
         stages = {task: [_without(stage, "far_share_weight") for stage in entry] for task, entry in stages.items()}
     if not any(MECHANISM in name for name, _ in model.named_parameters()):
@@ -161,6 +171,14 @@ def fit_to(preset: Preset, model: nn.Module) -> Preset:
         slower = [replace(x, options={**x.options, "learning_rate": WINDOW_RATE}) for x in stages["embedding"]]
         stages = {**stages, "embedding": slower}
     return replace(preset, stages=stages)
+
+
+def _base_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if MECHANISM not in name)
+
+
+def _with_few_tokens(stage: Stage) -> Stage:
+    return replace(stage, options=stage.options | stage.with_few_tokens)
 
 
 def _without(stage: Stage, option: str) -> Stage:

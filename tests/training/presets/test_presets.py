@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -11,14 +12,16 @@ import pytest
 import torch
 from runs import changed
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, BertConfig, BertModel
+from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.training import presets
 from hf_linear_attention.training import run as run_module
 from hf_linear_attention.training.loop import RunContext
+from hf_linear_attention.training.models import add_adapters, share_frozen_weights
 from hf_linear_attention.training.presets import load_preset, preset_names, stage_options
+from hf_linear_attention.training.recipe import ModelArguments
 from hf_linear_attention.training.recipe_parser import parse_options
 
 
@@ -176,6 +179,32 @@ def test_what_no_stage_takes_is_refused(data, models, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"`--learning_rate` has no effect in any stage of `--preset default`"):
         parse_options([*words, "--learning_rate=1"])
     assert isinstance(parse_options(words), tuple)
+
+
+def test_few_tokens_train_adapters():
+    """Fewer than one for 100 parameters of the base."""
+    stock = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+    student, whole = convert(stock, mechanism="hybrid", window_size=4), load_preset("default")
+    few = sum(parameter.numel() for parameter in stock.parameters()) // 100
+    for tokens, is_adapted in ((few - 1, True), (few + 1, False)):
+        transfer, distil = presets.fit_to(whole, student, tokens).stages["causal_lm"]
+        assert (distil.options.get("use_peft"), distil.options["logits_kl_weight"]) == (is_adapted or None, 1.0)
+        assert transfer.options["per_device_train_batch_size"] == (1 if is_adapted else 2)
+
+
+def test_a_teacher_has_no_copy_of_what_is_frozen():
+    stock = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2))
+    teacher, inputs = copy.deepcopy(stock), {"input_ids": torch.arange(12)[None]}
+    before = teacher(**inputs).logits
+    student = convert(stock, mechanism="hybrid", window_size=4)
+    student.model.layers[1].mlp.up_proj.weight.data[0] += 1  # the teacher's are other ones
+    arguments = ModelArguments(model_name_or_path="", task="causal_lm", use_peft=True, lora_target_modules="attention")
+    add_adapters(student, arguments)
+    share_frozen_weights(student, teacher)
+    mine = {x.data_ptr() for x in student.parameters()}
+    own = {name for name, x in teacher.named_parameters() if x.data_ptr() not in mine}
+    assert own == {"model.layers.1.mlp.up_proj.weight"}
+    assert torch.equal(teacher(**inputs).logits, before)
 
 
 def test_a_preset_fits_the_model():
