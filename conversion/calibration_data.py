@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from hf_linear_attention._common.errors import TrainingError, UsageError
 from hf_linear_attention._common.reading import short
 from hf_linear_attention._common.special_tokens import special_token
-from hf_linear_attention.configuration_linear_attention import entries_of, is_causal_config
+from hf_linear_attention.configuration_linear_attention import entries_of, is_causal_config, max_length_of
 from hf_linear_attention.conversion.output_folder import load_source_tokenizer
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.source import Source
@@ -37,7 +37,6 @@ from hf_linear_attention.training.data.processors import (
     default_length,
     load_processor,
     pad_token_id,
-    sequence_length,
 )
 from hf_linear_attention.training.recipe import (
     DataArguments,
@@ -56,6 +55,9 @@ if TYPE_CHECKING:
 
 
 BATCH_TOKENS = 4096
+# The length of rows for the scores of exact keys, if there are tokens for several: in rows of 970, which are twice what
+# stays exact of 512 tokens, no key is older than that, and Qwen2.5-Coder-0.5B is used on more.
+SCORED_LENGTH, FEWEST_ROWS = 4096, 4
 TEXT_COLUMN = "text"
 PAIR_COLUMNS: dict[str, Any] = {
     "text_column_name": "sentence1",
@@ -123,7 +125,7 @@ def keeps_exact_keys(plan: Plan) -> bool:
 
 def _documentation_rows(config: PreTrainedConfig, tokenizer: Any, max_tokens: int) -> list[Batch]:
     """Rows of the second half of Python's documentation; the verification reads the first."""
-    text, length = documentation(), default_length(config)
+    text, length = documentation(), _row_length(config, max_tokens)
     part = text[len(text) // 2 :][: 8 * max_tokens]
     ids = tokenizer(part, add_special_tokens=False, return_tensors="pt").input_ids[0, :max_tokens]
     rows = ids[: len(ids) // length * length].view(-1, length) if len(ids) >= length else ids[None]
@@ -179,7 +181,8 @@ def _text_batches(
     # Every row has at least one token, so no more rows are needed than tokens.
     rows = rows.select(range(min(len(rows), max_tokens)))
     try:
-        part = Part(recipe, rows, "train", tokenizer, sequence_length(recipe, tokenizer, config))
+        length = _row_length(config, max_tokens, int(getattr(tokenizer, "model_max_length", max_tokens)))
+        part = Part(recipe, rows, "train", tokenizer, length)
         check_texts(part)
         examples = shorten(build_examples(part), max_tokens)
     except TrainingError as error:
@@ -187,6 +190,14 @@ def _text_batches(
     names = ("input_ids", "attention_mask")
     padded = _padded(examples, pad_token_id(tokenizer))
     return [_complete(config, {name: batch[name] for name in names}) for batch in padded]
+
+
+def _row_length(config: PreTrainedConfig, tokens: int, most: int | None = None) -> int:
+    """That of training, or more where exact keys are chosen; at most what config and tokenizer (`most`) allow."""
+    length = default_length(config)
+    if any(entry.get("num_exact_keys") for entry in entries_of(config.linear_attention)):
+        length = max(length, min(SCORED_LENGTH, tokens // FEWEST_ROWS))
+    return min(limit for limit in (length, max_length_of(config), most) if limit is not None)
 
 
 def _padded(examples: Examples, padding: int) -> list[Batch]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_linear_attention import calibrate, supported_model_types
+from hf_linear_attention import calibrate, divide_exact_keys, supported_model_types
 from hf_linear_attention._common.command_line import not_essential
 from hf_linear_attention._common.devices import memory_of_machine, ready_to_compute
 from hf_linear_attention._common.errors import UsageError
@@ -24,7 +24,7 @@ from hf_linear_attention._common.model_card import REPORT, source_metadata, writ
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.configuration_linear_attention import entries_of, mechanisms_of
 from hf_linear_attention.conversion.arguments import DEFAULT, ConversionArguments, Request
-from hf_linear_attention.conversion.calibration_data import RealInputs, keeps_exact_keys, real_inputs
+from hf_linear_attention.conversion.calibration_data import FEWEST_ROWS, RealInputs, keeps_exact_keys, real_inputs
 from hf_linear_attention.conversion.export.qwen3_5 import finish_stock, refuse
 from hf_linear_attention.conversion.output_folder import (
     check_hub_name,
@@ -69,7 +69,7 @@ CALIBRATION_TOKENS = 4096
 # For the scores of exact keys, which have a weight for each number of a hidden state: 28,672 tokens for one of 896. On
 # stories260k (64 numbers), untrained, 2,048 tokens of its text leave a gap of .010 nats, 8,192 .004, 24,576 .001, and
 # 98,304 no less. Of the built-in text, which is not the model's own, few have to do.
-TOKENS_PER_WEIGHT, FEWEST_ROWS, SCORE_TOKENS = 32, 4, 24_576
+TOKENS_PER_WEIGHT, SCORE_TOKENS = 32, 24_576
 
 
 @dataclass(frozen=True)
@@ -228,6 +228,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
         logger.info("loading %s", conversion.source.name)
         model = load_converted(conversion)
         measured: dict[str, Any] = {"calibration": calibrated(conversion, model)}
+        plan = with_divided_keys(conversion, model)
         # With a preset, layers are ranked before its last stage.
         if conversion.training is None and count_of(arguments.softmax_layers) is not None:
             choice = measured[CHOICE] = rank(model, conversion.inputs, arguments)
@@ -291,6 +292,21 @@ def calibrated(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]
     except NotImplementedError as error:
         raise UsageError(f"{conversion.plan.mechanisms} with these settings needs calibration, but {error}") from error
     return {"inputs": inputs.name, "tokens": tokens}
+
+
+def with_divided_keys(conversion: Conversion, model: PreTrainedModel) -> Plan:
+    """The plan with a number of exact keys for each layer, which the model gets too, unless the number is given."""
+    plan, arguments, inputs = conversion.plan, conversion.request.arguments, conversion.inputs
+    if inputs is None or not keeps_exact_keys(plan) or "num_exact_keys" in conversion.request.given:
+        return plan
+    with ready_to_compute(model):
+        numbers = divide_exact_keys(model, inputs.batches(_calibration_tokens(conversion)))
+    if not numbers:
+        return plan
+    logger.info("exact keys by layer: %s", ", ".join(map(str, numbers)))
+    settings = [{**e, "num_exact_keys": numbers} if e.get("num_exact_keys") else e for e in entries_of(plan.settings)]
+    one = settings[0] if isinstance(plan.settings, Mapping) else settings
+    return make_plan(conversion.source, one, arguments.trust_remote_code, arguments.dtype)
 
 
 def _calibration_tokens(conversion: Conversion) -> int:

@@ -23,7 +23,7 @@ from hf_linear_attention._common.errors import ConversionError
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention._common.special_tokens import special_token
 from hf_linear_attention.attention_observation import ObservedAttention, observe_attention
-from hf_linear_attention.configuration_linear_attention import entries_of, max_length_of
+from hf_linear_attention.configuration_linear_attention import exact_tokens, max_length_of
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.default_settings import direction_of
@@ -169,9 +169,7 @@ def exact_length(settings: Any) -> int | None:
 
     It is that of the layer with the largest window, with its sinks and exact keys.
     """
-    names = ("window_size", "num_sinks", "num_exact_keys")
-    sizes = [sum(entry.get(name) or 0 for name in names) for entry in entries_of(settings) if entry.get("window_size")]
-    return max(sizes, default=None)
+    return max(exact_tokens(settings), default=None)
 
 
 def _beyond_window(by_row: ByRow, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any] | None:

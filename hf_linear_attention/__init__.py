@@ -28,6 +28,7 @@ _LAZY = {
     "convert": "model_conversion",
     "convert_and_heal": "conversion.convert_and_heal",
     "convert_config": "model_conversion",
+    "divide_exact_keys": "key_division",
     "kernel_backend": "kernels.cpu",
     "load_prompt_state": "state.prompt_state",
     "register_feature_map": "mechanisms.registry",

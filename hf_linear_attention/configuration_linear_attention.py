@@ -125,6 +125,25 @@ def entries_of(settings: Any) -> list[Any]:
     return [settings] if settings is None or isinstance(settings, Mapping) else list(settings)
 
 
+def exact_tokens(settings: Any) -> list[int]:
+    """The numbers of tokens to which layers attend exactly in window, sinks and exact keys, for each of the settings.
+
+    Settings without a window have none.
+    """
+    found = []
+    for entry in entries_of(settings):
+        if (entry or {}).get("window_size"):
+            keys = entry.get("num_exact_keys") or 0
+            listed = [keys[n] for n in _numbers(entry, len(keys))] if isinstance(keys, (list, tuple)) else [keys]
+            found += [entry["window_size"] + (entry.get("num_sinks") or 0) + number for number in listed]
+    return found
+
+
+def _numbers(entry: Mapping[str, Any], num_layers: int) -> Sequence[int]:
+    layers = entry.get("layers")
+    return layers if isinstance(layers, (list, tuple)) else range(num_layers)
+
+
 def checked_settings(settings: Any, **checks: Any) -> dict[str, Any] | list[dict[str, Any]]:
     """Check settings, or each entry of a list of settings, and return them as plain dicts with defaults filled in.
 

@@ -66,7 +66,7 @@ class HybridAttention(HybridOptions, WindowAttention):
         decay = decay_of(settings, shape)
         self.decay = decay if isinstance(decay, LearnedDecay) else None
         self.keeps_positions = self.shift is not None
-        self.num_exact_keys = settings["num_exact_keys"]
+        self.num_exact_keys = self.layer_setting("num_exact_keys")
         self.score_projection: nn.Parameter | None = None
         self.score_slope: nn.Parameter | None = None
         if self.num_exact_keys:

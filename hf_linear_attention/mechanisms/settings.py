@@ -515,6 +515,7 @@ class HybridOptions(WindowOptions):
             "learned scores; decoders only",
             minimum=0,
             maximum=MOST_KEYS,
+            is_per_layer=True,
         ),
         "decay": DECAY_OPTION,
         **ROPE_OPTIONS,

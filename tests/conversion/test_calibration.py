@@ -8,11 +8,11 @@ import pytest
 import torch
 from checkpoints import convert_folder, run, save_twin, tiny_tokenizer
 from matrix import stock_model
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from hf_linear_attention import calibrate, convert
 from hf_linear_attention._common import devices
-from hf_linear_attention.conversion import pipeline
+from hf_linear_attention.conversion import calibration_data, pipeline
 from hf_linear_attention.conversion.verification import TEXTS
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
@@ -126,6 +126,32 @@ def test_convert_fits_the_scores_of_exact_keys_to_what_it_is_given(llama, tmp_pa
         assert fitted[name][:, :-1].abs().max() > 0.01
         assert not torch.equal(fitted[name][:, -1], torch.ones_like(fitted[name][:, -1]))
     assert not torch.allclose(fitted["documentation"], fitted["file"], rtol=0.1)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(16384, [4096] * 4), (4096, [1024] * 4), (600, [512, 512])])
+def test_scores_are_fitted_on_long_rows(tokens, rows, tmp_path):
+    """Where there are tokens for four; nothing asks for keys that are older than a row."""
+    text, tokenizer = tmp_path / "text.txt", tiny_tokenizer()
+    text.write_text("keys that later tokens look for are kept\n" * 4000)
+    tokenizer.model_max_length = 8192
+    config = convert(stock_model("llama", max_position_embeddings=8192), window_size=4, num_exact_keys=3).config
+    found = calibration_data._text_batches(config, tokenizer, str(text), tokens)
+    assert [length for batch in found for length in batch["attention_mask"].sum(1).tolist()] == rows
+    config.linear_attention["num_exact_keys"] = 0
+    found = calibration_data._text_batches(config, tokenizer, str(text), tokens)
+    assert max(batch["input_ids"].shape[1] for batch in found) == 512
+
+
+def test_keys_are_divided_between_layers_unless_their_number_is_given(tmp_path):
+    llama = tmp_path / "long"
+    save_twin(llama, "llama", max_position_embeddings=512)
+    report = convert_folder(llama, tmp_path / "divided", "--no_verify")
+    numbers = report["settings"]["num_exact_keys"]
+    assert AutoConfig.from_pretrained(tmp_path / "divided").linear_attention["num_exact_keys"] == numbers
+    assert len(numbers) == report["num_layers"]
+    assert len({layer["state_bytes"] for layer in report["layers"]}) == len(set(numbers)) > 1
+    given = convert_folder(llama, tmp_path / "given", "--no_verify", "--num_exact_keys", round(sum(numbers) / 3))
+    assert given["settings"]["num_exact_keys"] == round(sum(numbers) / 3)
 
 
 def test_a_model_computes_in_a_dtype_that_the_machine_has():

@@ -16,7 +16,7 @@ from transformers import (
 from hf_linear_attention._common.errors import SetupError, UsageError
 from hf_linear_attention._common.reading import reading
 from hf_linear_attention.attention.transformers_internals import is_masked_lm
-from hf_linear_attention.configuration_linear_attention import entries_of, is_causal_config
+from hf_linear_attention.configuration_linear_attention import exact_tokens, is_causal_config
 from hf_linear_attention.training.recipe import Recipe
 
 
@@ -87,20 +87,18 @@ def load_config(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
 
 
-def exact_tokens(config: PreTrainedConfig) -> int:
-    """The number of tokens that a layer of a converted model attends to exactly, at most; 0 for other models."""
-    sizes = ("window_size", "num_sinks", "num_exact_keys")
-    entries = entries_of(getattr(config, "linear_attention", ()))
-    return max((sum(entry.get(name) or 0 for name in sizes) for entry in entries), default=0)
-
-
 def default_length(config: PreTrainedConfig) -> int:
     """512, or what the model accepts if that is less, or twice the keys that stay exact if that is more.
 
-    In shorter sequences there would be few far keys, or none, to learn from.
+    In shorter sequences there would be few far keys, or none, to learn from. Where layers differ, their mean counts.
     """
     positions = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
-    return int(min(max(DEFAULT_MAX_LENGTH, 2 * exact_tokens(config)), positions))
+    return int(min(max(DEFAULT_MAX_LENGTH, 2 * _exact_tokens(config)), positions))
+
+
+def _exact_tokens(config: PreTrainedConfig) -> int:
+    numbers = exact_tokens(getattr(config, "linear_attention", ()))
+    return round(sum(numbers) / len(numbers)) if numbers else 0
 
 
 def sequence_length(recipe: Recipe, processor: Processor, config: PreTrainedConfig) -> int:
@@ -112,7 +110,7 @@ def sequence_length(recipe: Recipe, processor: Processor, config: PreTrainedConf
     if positions and length > positions:
         logger.warning("`--max_length %d` is more than the model's %d positions", length, positions)
     kind = getattr(config, "stock_model_type", config.model_type)
-    if length <= (exact := exact_tokens(config)) and is_causal_config(config, kind):
+    if length <= (exact := _exact_tokens(config)) and is_causal_config(config, kind):
         logger.warning(
             "`--max_length %d` is not more than the %d tokens that stay exact, so nothing is learnt of far keys; give "
             "at least %d",

@@ -1,0 +1,85 @@
+"""How exact keys are divided between layers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_linear_attention import calibrate, convert, divide_exact_keys
+from hf_linear_attention.key_division import divided
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.state_size import state_bytes
+
+
+COUNTS = [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_division_has_a_smaller_sum_of_errors(seed):
+    """Of errors that fall ever more slowly; at any number between those that were measured, they are on a line."""
+    generator = torch.Generator().manual_seed(seed)
+    slopes = torch.rand(3, len(COUNTS) - 1, generator=generator).sort(dim=1, descending=True).values
+    widths = torch.tensor(COUNTS).diff()
+    errors = torch.cat((torch.zeros(3, 1), -(slopes * widths).cumsum(1)), dim=1) + 20
+
+    def at(layer: int, number: int) -> float:
+        place = max(i for i, count in enumerate(COUNTS[:-1]) if count <= number)
+        return errors[layer, place].item() - slopes[layer, place].item() * (number - COUNTS[place])
+
+    total = 13
+    all_of_them = [way for way in itertools.product(range(1, 9), repeat=3) if sum(way) == total]
+    best = min(sum(map(at, range(3), way)) for way in all_of_them)
+    found = divided(errors.tolist(), COUNTS, total)
+    assert sum(found) == total
+    assert sum(map(at, range(3), found)) == pytest.approx(best, abs=1e-5)
+
+
+def test_a_layer_whose_errors_rise_for_a_while_is_measured_by_its_hull():
+    assert divided([[8, 9, 9, 0], [8, 7, 6.5, 6.4]], COUNTS, 10) == [8, 2]
+
+
+@pytest.fixture
+def model():
+    """The first layer attends to everything alike, and the second nearly to one key at a time."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    stock = LlamaForCausalLM(LlamaConfig(vocab_size=64, intermediate_size=32, max_position_embeddings=128, **sizes))
+    for layer, scale in enumerate((0.0, 40.0, 1.0)):
+        for name in ("q_proj", "k_proj"):
+            getattr(stock.model.layers[layer].self_attn, name).weight.data.mul_(scale)
+    return convert(stock.eval(), mechanism="hybrid", window_size=8, num_sinks=1, num_exact_keys=12)
+
+
+def test_keys_move_and_the_bytes_stay(model, tmp_path):
+    rows = [{"input_ids": torch.randint(64, (2, 96), generator=torch.Generator().manual_seed(1))}]
+    calibrate(model, rows)
+    modules = linear_attention_modules(model).values()
+    before = sum(state_bytes(module) for module in modules)
+    numbers = divide_exact_keys(model, rows)
+    assert sum(numbers) == 36
+    assert len(set(numbers)) > 1
+    assert max(numbers) <= 34
+    assert numbers == model.config.linear_attention["num_exact_keys"]
+    assert sum(state_bytes(module) for module in modules) == before
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert [m.linear_attention.num_exact_keys for m in linear_attention_modules(again).values()] == numbers
+    expected = model.generate(rows[0]["input_ids"], max_new_tokens=4, do_sample=False)
+    assert torch.equal(again.generate(rows[0]["input_ids"], max_new_tokens=4, do_sample=False), expected)
+
+
+def test_padding_does_not_count(model):
+    ids = torch.randint(64, (1, 96), generator=torch.Generator().manual_seed(1))
+    padded = {"input_ids": torch.cat((ids, ids[:, :48] * 0), dim=1), "attention_mask": torch.ones(1, 144).long()}
+    padded["attention_mask"][:, 96:] = 0
+    other = {**padded, "input_ids": torch.cat((ids, ids[:, :48]), dim=1)}
+    numbers = [divide_exact_keys(model, [rows]) for rows in (padded, other)]
+    assert numbers[0] == numbers[1]
+
+
+def test_one_layer_has_nothing_to_divide():
+    stock = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+    assert divide_exact_keys(convert(stock, mechanism="hybrid", window_size=8, num_exact_keys=4), []) == []
