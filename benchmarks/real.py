@@ -1,6 +1,6 @@
 """Nats per token of a real decoder and its conversions on held-out text by position, beside their controls.
 
-    python -m benchmarks.real MODEL STUDENT... --text HELD_OUT.txt [--length 4096] [--rows 2]
+    python -m benchmarks.real MODEL STUDENT... --text HELD_OUT.txt [--length 4096] [--rows 2] [--pairs 45]
 
 MODEL is the original and each STUDENT a conversion of it (`hf-linear-attention convert`). A row of the table is the
 original, the untrained window of the bytes of a student (in the dtype of its checkpoint), a student, or a student with
@@ -13,6 +13,9 @@ a part of its memory taken away:
 "gap" is what is left of the gap between window and original, (student - original) / (window - original), on the same
 tokens; ± is the standard error of the paired difference to the window. Windows of text do not overlap. On two cores
 without AMX, a row of 4,096 tokens takes Qwen2.5-Coder-0.5B one to three minutes.
+
+With `--pairs`, "found" is the share of values that each model knows in a JSON object of random pairs (Liu et al. 2023,
+arXiv:2307.03172): a value is found if every token of it is the most likely one after the true ones before it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import argparse
 import contextlib
 import itertools
 import json
+import random
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,10 +40,12 @@ from hf_linear_attention.conversion.calibration_data import data_recipe
 from hf_linear_attention.conversion.quality import SameBytes, load_models, windows_of_same_bytes
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.evaluation import retention
+from hf_linear_attention.training.losses.output_layer import ByRow
 from hf_linear_attention.training.models import checkpoint_dtype
 
 
 SINKS = 4
+CONTEXTS, ASKED = 2, 10
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -48,6 +55,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=0, help="key-value pairs to look up; each takes about 75 tokens")
     parser.add_argument("--no_controls", action="store_true", help="leave out students without a part of their memory")
     parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
     return parser.parse_args(argv)
@@ -83,21 +91,61 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(f"{options.text} has {len(ids):,} tokens, and {wanted:,} are wanted; give a longer text")
     windows = retention.separate_windows(np.array(ids[:wanted]), options.length, tokenizer.bos_token_id)
     batches = retention.batches_of(windows, options.length, 0)
-    rows: dict[str, Tensor] = {}
+    rows, found_values = dict[str, Tensor](), dict[str, float]()
+    contexts = retrieval(tokenizer, options.pairs) if options.pairs else []
+
+    def add(name: str, model: Any) -> None:
+        rows[name] = retention.nats_of(model, batches)
+        if contexts:
+            found_values[name] = values_found(model, contexts)
+
     for folder in options.students:
         student, teacher = load_models(data_recipe(str(folder), "causal_lm", options.model), folder)
         dtype = getattr(torch, checkpoint_dtype("causal_lm", str(folder), False))
         length = student.config.max_position_embeddings
         found = [w for w in windows_of_same_bytes(teacher, student, length, dtype) if w.num_sinks == SINKS]
         if not rows:
-            rows["original"] = retention.nats_of(teacher, batches)
+            add("original", teacher)
         if found and named(found[0]) not in rows:
-            rows[named(found[0])] = retention.nats_of(convert(teacher, settings=found[0].settings), batches)
-        rows[folder.name] = retention.nats_of(student, batches)
+            add(named(found[0]), convert(teacher, settings=found[0].settings))
+        add(folder.name, student)
         for control in () if options.no_controls else ("far keys off", "newest keys", "random scores"):
             with altered(student, control):
-                rows[f"{folder.name}, {control}"] = retention.nats_of(student, batches)
-    return {"position": retention.target_positions(batches), "nats": rows}
+                add(f"{folder.name}, {control}", student)
+    return {"position": retention.target_positions(batches), "nats": rows, "found": found_values}
+
+
+def retrieval(tokenizer: Any, pairs: int) -> list[tuple[Tensor, list[range]]]:
+    """The tokens `[1, N]` of each context, a JSON object and then some of its pairs again, and where their values are.
+
+    The keys that are asked for stand evenly in the object.
+    """
+    contexts, draw = [], random.Random(0)
+    for _ in range(CONTEXTS):
+        names = [[str(uuid.UUID(int=draw.getrandbits(128), version=4)) for _ in range(pairs)] for _ in range(2)]
+        given = dict(zip(*names, strict=True))
+        text = f"Find the value of the given key in this JSON object.\n\n{json.dumps(given, indent=0)}\n"
+        ids, places = list(tokenizer(text)["input_ids"]), []
+        for key in names[0][:: max(1, pairs // ASKED)][:ASKED]:
+            ids += tokenizer(f'\nKey: "{key}"\nValue: "', add_special_tokens=False)["input_ids"]
+            value = tokenizer(given[key], add_special_tokens=False)["input_ids"]
+            places.append(range(len(ids), len(ids) + len(value)))
+            ids += value + tokenizer('"', add_special_tokens=False)["input_ids"]
+        contexts.append((torch.tensor([ids]), places))
+    return contexts
+
+
+@torch.no_grad()
+def values_found(model: Any, contexts: list[tuple[Tensor, list[range]]]) -> float:
+    """The share of the values whose tokens are all the most likely ones."""
+    right, by_row = [], ByRow(model)
+    for ids, places in contexts:
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        rows = torch.tensor([place - 1 for value in places for place in value])
+        likely = by_row.rows(batch).read(rows, lambda logits, _: logits.argmax(-1))
+        same = (likely == ids[0, rows + 1]).split([len(value) for value in places])
+        right += [value.all().item() for value in same]
+    return sum(right) / len(right)
 
 
 def named(window: SameBytes) -> str:
@@ -120,6 +168,8 @@ def table(found: dict[str, Any], length: int) -> list[dict[str, Any]]:
             gap = window[here].mean().item() - original
             figures["gap"] = (nats[here].mean().item() - original) / gap
             figures["±"] = (difference.std() / len(difference) ** 0.5).item() / gap
+        if found["found"]:
+            figures["found"] = found["found"][name]
         rows.append(figures)
     return rows
 

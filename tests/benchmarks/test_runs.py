@@ -8,6 +8,7 @@ from pydoc_data.topics import topics
 
 import pytest
 from checkpoints import convert_folder, save_twin
+from transformers import AutoTokenizer
 
 
 def run(name: str, folder, *words: object) -> dict:
@@ -119,6 +120,7 @@ def test_real(tmp_path, capsys):
     convert_folder(tmp_path / "source", tmp_path / "student", "--state_tokens", 96, "--no_verify")
     (tmp_path / "text.txt").write_text(topics["assert"] * 4)
     words = [tmp_path / "source", tmp_path / "student", "--text", tmp_path / "text.txt", "--length", 256]
+    words += ["--pairs", 3]
     real.main([*map(str, words), "--output", str(tmp_path / "real.json")])
     rows = json.loads((tmp_path / "real.json").read_text())["rows"]
     names = [row["model"] for row in rows]
@@ -126,4 +128,10 @@ def test_real(tmp_path, capsys):
     assert names[1].startswith("window of 9")
     assert names[2:] == ["student", *(f"student, {x}" for x in ("far keys off", "newest keys", "random scores"))]
     assert len({row["0-255"] for row in rows}) == len(rows)
+    assert all(0 <= row["found"] <= 1 for row in rows)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "source")
+    for ids, places in real.retrieval(tokenizer, 3):
+        values = [tokenizer.decode(ids[0, place.start : place.stop]).replace(" ", "") for place in places]
+        assert all(tokenizer.decode(ids[0]).replace(" ", "").count(value) == 2 for value in values)
+        assert len(set(values)) == 3
     assert "| student |" in capsys.readouterr().out
