@@ -5,7 +5,13 @@ from __future__ import annotations
 import datasets
 import pytest
 from accelerate.state import AcceleratorState, GradientState
-from converted import bert, brief_timing, linear_llama, llama  # noqa: F401  (fixtures, found here by name)
+from converted import (  # noqa: F401  (fixtures, found here by name)
+    bert,
+    brief_timing,
+    linear_llama,
+    llama,
+    undrawn,
+)
 
 
 @pytest.fixture(autouse=True)

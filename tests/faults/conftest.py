@@ -7,7 +7,7 @@ import json
 import datasets
 import pytest
 from checkpoints import save_twin
-from converted import bert, linear_llama, llama  # noqa: F401  (fixtures, which pytest finds here by name)
+from converted import bert, linear_llama, llama, undrawn  # noqa: F401  (fixtures, found here by name)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,6 +6,7 @@ import pytest
 from checkpoints import convert_folder, save_twin
 
 from hf_linear_attention.conversion import model_speed
+from hf_linear_attention.training import checkpoints
 from hf_linear_attention.training.evaluation import recall
 
 
@@ -39,4 +40,12 @@ def brief_timing():
         patch.setattr(model_speed, "ROUNDS", 1)
         patch.setattr(model_speed, "STEPS", 1)
         patch.setattr(model_speed, "LONGEST", 256)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def undrawn():
+    """A picture takes longer than the training whose losses it shows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "plot_metrics", lambda *_: None)
         yield

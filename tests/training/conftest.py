@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -15,6 +14,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from checkpoints import save_twin
+from converted import undrawn  # noqa: F401  (a fixture, found here by name)
 from PIL import Image
 from runs import write_lines
 from task_twins import TWINS
@@ -218,9 +218,3 @@ def finetune(tmp_path):
         return read_metrics(output_dir / "metrics.jsonl") if code == 0 else []
 
     return run
-
-
-@pytest.fixture(scope="session")
-def environment(dataset_cache):
-    """For subprocesses: offline, one thread, the tests' data cache."""
-    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(dataset_cache)}
