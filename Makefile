@@ -40,7 +40,7 @@ demo: $(VENV)/.installed ## Convert a model that looks things up, and see what t
 	$(BIN)/python benchmarks/demo.py --output_dir outputs/demo $(MODEL:%=--model %) $(TEXT:%=--text %)
 
 .PHONY: test
-test: $(VENV)/.installed ## The test suite (4 to 11 minutes on 2 cores)
+test: $(VENV)/.installed ## The test suite (4 to 8 minutes on 2 cores)
 	$(BIN)/python -m pytest -q $(BY_FILE)
 
 # Everything whose oldest version is not stated comes from $(VENV).
@@ -115,6 +115,10 @@ test-triton: $(TRITON)/.installed ## fla's kernels in Triton's interpreter on a 
 test-architectures: $(VENV)/.installed ## A tiny twin of every tested architecture (2 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m architectures tests/architectures \
 		tests/shipping/test_alone.py::test_every_family_converts_and_loads_with_and_without_the_package
+
+.PHONY: test-long
+test-long: $(VENV)/.installed ## What takes long: most pages of the documentation, training in shards, a wheel (3 minutes on 2 cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m long tests/docs tests/hf_linear_attention tests/shipping tests/training
 
 .PHONY: test-sanitizers
 test-sanitizers: $(VENV)/.installed ## Random calls of the C kernels under AddressSanitizer and UBSan (3 minutes on 2 cores)

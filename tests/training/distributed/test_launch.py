@@ -105,6 +105,7 @@ def test_a_gpu_that_is_not_used_is_named(available, name, recipe, monkeypatch, c
     assert "run on the CPU" in record.getMessage()
 
 
+@pytest.mark.long
 def test_two_processes_equal_one(finetune, masked, masked_teacher, files, tmp_path, dataset_cache, monkeypatch, capfd):
     """Four objectives with units of their own, ragged texts, accumulation, 21 evaluation texts on 2 processes.
 
