@@ -75,7 +75,7 @@ test-latest: $(VENV)/.installed ## The core with today's releases of transformer
 	@if $(BIN)/python -c "$(VERSIONS)" | cmp -s - $(LATEST)/versions; \
 	then tests=; echo "test-latest: no library is newer than in $(VENV), where \`make test\` runs; here, README's page alone"; \
 	else tests="$(CORE) tests/architectures tests/shipping/test_alone.py"; fi; \
-	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -q $(BY_FILE) -p no:cacheprovider $$tests "tests/docs/test_commands.py::test_page[README.md]"
+	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -q $(BY_FILE) -p no:cacheprovider -m "not architectures" $$tests "tests/docs/test_commands.py::test_page[README.md]"
 LIBRARIES := torch transformers accelerate peft sentence-transformers datasets tokenizers huggingface_hub
 VERSIONS := import importlib.metadata as m; print(*(f'{x} {m.version(x)}' for x in '$(LIBRARIES)'.split()), sep='\n')
 CORE := $(addprefix tests/hf_linear_attention/test_, $(addsuffix .py, modeling generation cache long_inputs masks positions prompt_state convert))
