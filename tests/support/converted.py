@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import datasets
 import pytest
+from accelerate.state import AcceleratorState, GradientState
 from checkpoints import convert_folder, save_twin
 
 from hf_linear_attention.conversion import model_speed
 from hf_linear_attention.training import checkpoints
 from hf_linear_attention.training.evaluation import recall
+
+
+@pytest.fixture(scope="session", autouse=True)
+def dataset_cache(tmp_path_factory):
+    """The data sets' cache is not the user's."""
+    cache = tmp_path_factory.mktemp("datasets")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+        yield cache
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """accelerate keeps one state a process; every test starts its own."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 @pytest.fixture(scope="session")
