@@ -40,7 +40,7 @@ demo: $(VENV)/.installed ## Convert a model that looks things up, and see what t
 	$(BIN)/python benchmarks/demo.py --output_dir outputs/demo $(MODEL:%=--model %) $(TEXT:%=--text %)
 
 .PHONY: test
-test: $(VENV)/.installed ## The test suite (4 to 11 minutes on 2 cores)
+test: $(VENV)/.installed ## The test suite (4 to 8 minutes on 2 cores)
 	$(BIN)/python -m pytest -q $(BY_FILE)
 
 # Everything whose oldest version is not stated comes from $(VENV).
@@ -75,7 +75,7 @@ test-latest: $(VENV)/.installed ## The core with today's releases of transformer
 	@if $(BIN)/python -c "$(VERSIONS)" | cmp -s - $(LATEST)/versions; \
 	then tests=; echo "test-latest: no library is newer than in $(VENV), where \`make test\` runs; here, README's page alone"; \
 	else tests="$(CORE) tests/architectures tests/shipping/test_alone.py"; fi; \
-	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -q $(BY_FILE) -p no:cacheprovider $$tests "tests/docs/test_commands.py::test_page[README.md]"
+	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -q $(BY_FILE) -p no:cacheprovider -m "not architectures" $$tests "tests/docs/test_commands.py::test_page[README.md]"
 LIBRARIES := torch transformers accelerate peft sentence-transformers datasets tokenizers huggingface_hub
 VERSIONS := import importlib.metadata as m; print(*(f'{x} {m.version(x)}' for x in '$(LIBRARIES)'.split()), sep='\n')
 CORE := $(addprefix tests/hf_linear_attention/test_, $(addsuffix .py, modeling generation cache long_inputs masks positions prompt_state convert))
@@ -115,6 +115,10 @@ test-triton: $(TRITON)/.installed ## fla's kernels in Triton's interpreter on a 
 test-architectures: $(VENV)/.installed ## A tiny twin of every tested architecture (2 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m architectures tests/architectures \
 		tests/shipping/test_alone.py::test_every_family_converts_and_loads_with_and_without_the_package
+
+.PHONY: test-long
+test-long: $(VENV)/.installed ## What takes long: most pages of the documentation, training in shards, compilation, a wheel (3 minutes on 2 cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m long tests/conversion tests/docs tests/hf_linear_attention tests/shipping tests/training
 
 .PHONY: test-sanitizers
 test-sanitizers: $(VENV)/.installed ## Random calls of the C kernels under AddressSanitizer and UBSan (3 minutes on 2 cores)

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import enum
 import errno
+import functools
 import math
 import os
 import re
@@ -188,12 +189,13 @@ NEEDED = {int: "a whole number", float: "a number", bool: "true or false"}
 
 def kinds_of(*groups: type) -> dict[str, Kind]:
     """The kind of every option of these dataclasses, by name."""
-    return {
-        entry.name: _kind(hints[entry.name], entry.metadata.get("choices"))
-        for group in groups
-        for hints in [typing.get_type_hints(group)]
-        for entry in dataclasses.fields(group)
-    }
+    return {name: kind for group in groups for name, kind in _kinds(group).items()}
+
+
+@functools.cache
+def _kinds(group: type) -> dict[str, Kind]:
+    hints = typing.get_type_hints(group)
+    return {entry.name: _kind(hints[entry.name], entry.metadata.get("choices")) for entry in dataclasses.fields(group)}
 
 
 def _kind(hint: Any, choices: Sequence[str] | None) -> Kind:

@@ -146,6 +146,7 @@ def test_the_answers_alone_are_right_or_not():
     assert right.tolist() == [[row >= 3] * 8 for row in range(6)]
 
 
+@pytest.mark.benchmarks
 def test_a_teacher_learns(monkeypatch):
     """From chance (1 of 64 values) to more than a third of the answers of two pairs, in seconds."""
     monkeypatch.setattr(recall_tasks, "STEP_TOKENS", 1152)
@@ -158,6 +159,7 @@ def test_a_teacher_learns(monkeypatch):
     assert recall_tasks.curriculum(100) == [9, 17, 33, 65, 100]
 
 
+@pytest.mark.benchmarks
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_every_form_uses_the_bytes(share):
     """At most the budget, and the next size would exceed it; the bytes are those of the state that decoding keeps."""

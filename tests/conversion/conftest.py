@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import datasets
 import pytest
-from accelerate.state import AcceleratorState, GradientState
-from converted import bert, brief_timing, linear_llama, llama  # noqa: F401  (fixtures, found here by name)
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate(tmp_path_factory, monkeypatch):
-    """accelerate keeps one state a process; the data sets' cache is not the user's."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+from converted import (  # noqa: F401  (fixtures, found here by name)
+    bert,
+    brief_timing,
+    dataset_cache,
+    fresh_accelerate,
+    linear_llama,
+    llama,
+    undrawn,
+)
 
 
 @pytest.fixture(scope="session")

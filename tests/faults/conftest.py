@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import json
 
-import datasets
 import pytest
 from checkpoints import save_twin
-from converted import bert, linear_llama, llama  # noqa: F401  (fixtures, which pytest finds here by name)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def dataset_cache(tmp_path_factory):
-    cache = tmp_path_factory.mktemp("datasets")
-    datasets.config.HF_DATASETS_CACHE = cache
-    return cache
+from converted import bert, dataset_cache, linear_llama, llama, undrawn  # noqa: F401  (fixtures, found here by name)
 
 
 @pytest.fixture(scope="session")

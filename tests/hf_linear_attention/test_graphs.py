@@ -91,6 +91,7 @@ def test_other_lengths_need_few_graphs(is_marked):
 COMPILED = ("aft-local", "linear-gated", "linformer-stretched", "nystrom-conv")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("row", "compiler"), [*((row, "aot_eager") for row in COMPILED), ("linear-elu1", "inductor")])
 def test_a_mechanism_compiles_without_a_break(row, compiler):
     mechanism, inputs, mask = build_mechanism(row), sample(29), torch.ones(2, 29, dtype=torch.bool)
@@ -161,6 +162,7 @@ def test_numbers_are_refused_where_they_have_no_form():
 HYBRID = {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 16}
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_decoding_needs_few_graphs():
     """As many as the stock model: one with a static cache, a second with a dynamic one, whose length is a number."""
@@ -202,6 +204,7 @@ def test_a_compiled_step_writes_a_static_cache_without_a_copy():
     assert "copy__" not in code  # what the compiler calls its copies into the tensors of a cache
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_an_encoder_decoder_is_decoded_in_one_graph():
     stock = tiny_model("bart", "AutoModelForSeq2SeqLM", encoder_layers=1, decoder_layers=1)

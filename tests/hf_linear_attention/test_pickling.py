@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-import os
+import json
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
+import processes
 import torch
+import transformers
 from architectures import tiny_model
 from matrix import stock_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-import hf_linear_attention
-from hf_linear_attention import configuration_linear_attention, convert
+from hf_linear_attention import configuration_linear_attention, convert, modeling_linear_attention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
-ROOT = Path(hf_linear_attention.__file__).parents[1]
 IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(3))
-# A config, with which vLLM's processes start, a model, and an attention module of it alone.
-LOADER = """
-import pickle, sys, torch, transformers
-for folder in sys.argv[1:]:
-    with open(f"{folder}/config.pkl", "rb") as file:
-        config = pickle.load(file)
-    assert type(config) in transformers.AutoModel._model_mapping
-    model = torch.load(f"{folder}/model.pt", weights_only=False)
-    with torch.no_grad():
-        outputs = model(**torch.load(f"{folder}/inputs.pt"))
-    torch.save(outputs[0], f"{folder}/outputs.pt")
-    with open(f"{folder}/module.pkl", "rb") as file:
-        module = pickle.load(file)
-    print(*(type(part).__name__ for part in (model, config, module)), len(list(module.parameters())))
-"""
+
+
+def load(folders):
+    """A config, with which vLLM's processes start, a model, and an attention module of it alone."""
+    made = []
+    assert not modeling_linear_attention.CLASSES
+    for folder in folders:
+        config = pickle.loads((folder / "config.pkl").read_bytes())
+        assert type(config) in transformers.AutoModel._model_mapping
+        model = torch.load(folder / "model.pt", weights_only=False)
+        with torch.no_grad():
+            torch.save(model(**torch.load(folder / "inputs.pt"))[0], folder / "outputs.pt")
+        module = pickle.loads((folder / "module.pkl").read_bytes())
+        made.append([*(type(part).__name__ for part in (model, config, module)), len(list(module.parameters()))])
+    (folders[0].parent / "made.json").write_text(json.dumps(made))
 
 
 def test_a_saved_model_loads_where_none_was_made(tmp_path):
@@ -57,13 +54,12 @@ def test_a_saved_model_loads_where_none_was_made(tmp_path):
         (folder / "module.pkl").write_bytes(pickle.dumps(module))
         parts = [type(part).__name__ for part in (model, model.config, module)]
         with torch.no_grad():
-            expected[folder] = [*parts, str(len(list(module.parameters())))], model(**given)[0]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-    command = [sys.executable, "-c", LOADER, *map(str, expected)]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
-    for line, (folder, (parts, outputs)) in zip(process.stdout.splitlines(), expected.items(), strict=True):
-        assert line.split() == parts
+            expected[folder] = [*parts, len(list(module.parameters()))], model(**given)[0]
+    done = processes.finish(processes.start(load, list(expected), stderr=tmp_path / "stderr"))
+    assert done == [0], (tmp_path / "stderr-0").read_text()
+    made = json.loads((tmp_path / "made.json").read_text())
+    for found, (folder, (parts, outputs)) in zip(made, expected.items(), strict=True):
+        assert found == parts
         assert torch.equal(torch.load(folder / "outputs.pt"), outputs)
 
 

@@ -33,6 +33,7 @@ TESTS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(NAME != "cache", reason="an older transformers knows the old names only")
 def test_nothing_needs_the_old_names():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "removed_names", "-p", "no:cacheprovider", "-p", "no:xdist"]

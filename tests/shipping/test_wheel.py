@@ -14,6 +14,7 @@ import pytest
 from checkpoints import save_twin
 
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 # Runs commands one after the other and prints, for each, its exit code and both outputs.
 RUN = """

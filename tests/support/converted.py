@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import datasets
 import pytest
+from accelerate.state import AcceleratorState, GradientState
 from checkpoints import convert_folder, save_twin
 
 from hf_linear_attention.conversion import model_speed
+from hf_linear_attention.training import checkpoints
 from hf_linear_attention.training.evaluation import recall
+
+
+@pytest.fixture(scope="session", autouse=True)
+def dataset_cache(tmp_path_factory):
+    """The data sets' cache is not the user's."""
+    cache = tmp_path_factory.mktemp("datasets")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+        yield cache
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """accelerate keeps one state a process; every test starts its own."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 @pytest.fixture(scope="session")
@@ -39,4 +58,12 @@ def brief_timing():
         patch.setattr(model_speed, "ROUNDS", 1)
         patch.setattr(model_speed, "STEPS", 1)
         patch.setattr(model_speed, "LONGEST", 256)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def undrawn():
+    """A picture takes longer than the training whose losses it shows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "plot_metrics", lambda *_: None)
         yield

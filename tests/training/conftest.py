@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from checkpoints import save_twin
+from converted import dataset_cache, fresh_accelerate, undrawn  # noqa: F401  (fixtures, found here by name)
 from PIL import Image
 from runs import write_lines
 from task_twins import TWINS
@@ -36,20 +35,6 @@ from hf_linear_attention.training.tracking import read_metrics
 
 
 VOCABULARY = 300
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """accelerate keeps one state a process; every test starts its own."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def dataset_cache(tmp_path_factory):
-    cache = tmp_path_factory.mktemp("datasets")
-    datasets.config.HF_DATASETS_CACHE = cache
-    return cache
 
 
 @pytest.fixture(scope="session")
@@ -218,9 +203,3 @@ def finetune(tmp_path):
         return read_metrics(output_dir / "metrics.jsonl") if code == 0 else []
 
     return run
-
-
-@pytest.fixture(scope="session")
-def environment(dataset_cache):
-    """For subprocesses: offline, one thread, the tests' data cache."""
-    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(dataset_cache)}

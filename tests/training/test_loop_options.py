@@ -13,8 +13,10 @@ from accelerate.utils import LoggerType
 from runs import changed
 from transformers import AutoModelForCausalLM
 
+from hf_linear_attention.training import checkpoints
 from hf_linear_attention.training.models import add_adapters, merged_state_dict
 from hf_linear_attention.training.recipe import ModelArguments
+from hf_linear_attention.training.tracking import plot_metrics
 
 
 @pytest.fixture
@@ -61,6 +63,7 @@ def test_the_losses_go_to_trackio_and_are_drawn(finetune, causal, tmp_path, monk
     module.init = lambda project: runs.append(project) or run
     monkeypatch.setitem(sys.modules, "trackio", module)
     monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [LoggerType.TRACKIO])
+    monkeypatch.setattr(checkpoints, "plot_metrics", plot_metrics)  # which other tests leave out
     events = finetune(*causal, "--report_to", "trackio")
     assert logged == events
     assert (runs, finished, settings["max_length"]) == (["out"], [True], 32)

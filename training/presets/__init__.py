@@ -7,6 +7,8 @@ and a share of the tokens. Every stage trains the model that the stage before it
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -83,11 +85,16 @@ def load_preset(name: str) -> Preset:
     if not path.is_file():
         raise UsageError(f"`--preset {name}`: there is no such preset; choose one of {', '.join(preset_names())}")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))  # stages share options by aliases
+        content = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))  # stages share options by aliases
         tasks = {task: [_stage(**entry) for entry in entries] for task, entries in content.pop("tasks").items()}
         return Preset(name=name, stages=tasks, **content)
     except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{path} is no preset: {one_line(error)}") from error
+
+
+@functools.lru_cache(maxsize=16)
+def _parsed(text: str) -> Any:
+    return yaml.safe_load(text)
 
 
 def _stage(stage: str, share: float, with_few_tokens: Mapping[str, Any] | None = None, **options: Any) -> Stage:

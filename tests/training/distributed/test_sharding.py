@@ -44,6 +44,7 @@ def test_tensor_parallel_by_the_plan_of_the_base_model(mechanism, options, tmp_p
     torch.testing.assert_close(found["logits"], model(rows, use_cache=False).logits, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.long
 def test_finetune_in_shards(finetune, llama_teacher, files, tmp_path, dataset_cache):
     """Accumulation, evaluation of 21 texts on 2 processes, a checkpoint and what goes on from it.
 
@@ -89,7 +90,13 @@ def test_finetune_in_shards(finetune, llama_teacher, files, tmp_path, dataset_ca
     assert not changed(two, again)
 
 
-@pytest.mark.parametrize("kind", [processes.finetune, sharding.sharded_finetune], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(processes.finetune, id="ddp"),
+        pytest.param(sharding.sharded_finetune, id="fsdp2", marks=pytest.mark.long),
+    ],
+)
 def test_both_stages_of_the_default_preset(kind, finetune, llama_teacher, files, tmp_path, dataset_cache):
     """Started as by torchrun, and in shards resumed within attention transfer: the figures and weights of one process.
 
