@@ -23,6 +23,7 @@ from .settings import MechanismOptions
 
 
 State = tuple[Tensor, ...]
+MOST_COMPUTED = 2**24  # numbers, 64 MiB in float32, for a state that is only measured
 
 
 @dataclass(frozen=True)
@@ -198,20 +199,29 @@ class AttentionMechanism(MechanismOptions, nn.Module):
     def state_layout(self, dtype: torch.dtype, is_causal: bool = True) -> list[tuple[torch.Size, torch.dtype]]:
         """The shape `[1, ...]` and dtype of each tensor of the state after one token of one sequence, and after more.
 
-        Nothing is computed: the mechanism runs on the meta device, wherever its parameters are. `dtype` is that of
-        queries, keys and values. The state of cross-attention (`is_causal` false) is made of all keys at once.
+        The mechanism runs on zeros, on the CPU if it is small and else on the meta device, wherever its parameters are.
+        `dtype` is that of queries, keys and values. The state of cross-attention (`is_causal` false) is made of all
+        keys at once.
         """
-        shape, meta = self.shape, copy.deepcopy(self).to("meta")
-        with torch.device("meta"), torch.no_grad():
-            query = torch.zeros(1, shape.num_heads, 1, shape.head_dim, dtype=dtype, device="meta")
-            key = torch.zeros(1, shape.num_key_value_heads, 1, shape.head_dim, dtype=dtype, device="meta")
+        shape = self.shape
+        sizes = [value for name, value in self.settings.items() if name not in ("trained_length", "seed")]
+        tokens = sum(x for value in sizes for x in (value if isinstance(value, list) else [value]) if type(x) is int)
+        size = shape.num_heads * shape.head_dim * tokens + sum(x.numel() for x in (*self.parameters(), *self.buffers()))
+        # The meta device takes a fifth of a second for what a CPU computes in four thousandths.
+        device = torch.device("cpu" if size <= MOST_COMPUTED else "meta")
+        zeros = copy.deepcopy(self).to("meta").to_empty(device=device)
+        with device, torch.no_grad():
+            for x in (*zeros.parameters(), *zeros.buffers()):
+                x.zero_()
+            query = torch.zeros(1, shape.num_heads, 1, shape.head_dim, dtype=dtype, device=device)
+            key = torch.zeros(1, shape.num_key_value_heads, 1, shape.head_dim, dtype=dtype, device=device)
             inputs = MechanismInputs(query, key, key, None, 1.0, is_causal)
-            if meta.needs_positions:
-                inputs = meta.prepare(inputs._replace(positions=key.new_zeros(1, 1, dtype=torch.int32)))
-            if meta.needs_gates:
+            if zeros.needs_positions:
+                inputs = zeros.prepare(inputs._replace(positions=key.new_zeros(1, 1, dtype=torch.int32)))
+            if zeros.needs_gates:
                 hidden = key.new_zeros(1, 1, shape.hidden_size or 0)
-                inputs = inputs._replace(gates=meta.gates(hidden))
-            state = meta(inputs)[1]
+                inputs = inputs._replace(gates=zeros.gates(hidden))
+            state = zeros(inputs)[1]
         return [(tensor.shape, tensor.dtype) for tensor in state or ()]
 
 
