@@ -49,7 +49,7 @@ BFLOAT16_PRODUCTS = ("float32", "avx512_bf16", "amx")
 INTEL, AVX512_BF16, AMX = (1 << number for number in range(3))  # what `bfloat16_features` says of a processor
 SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 # The interface of csrc/linear_attention.h: its version, the bytes of its structs, and the lengths of its lists.
-ABI = (8, 48, 120, 152, 33, 23, 5, 33, 48, 16)
+ABI = (9, 48, 120, 152, 33, 23, 5, 33, 48, 16)
 INSTALL = "install the package from its source, with `pip install .`, on a machine with a C compiler (gcc or clang)"
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 READABLE_DTYPES = (*NATIVE_DTYPES, torch.bool, torch.int32)
