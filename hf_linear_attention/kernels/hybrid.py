@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..torch_kernels.blocks import EMPTY_MAXIMUM, EXP, accumulation_dtype, needs_plain
 from ..torch_kernels.causal import gradients_with_graph
-from ..torch_kernels.exact_keys import Kept, is_beyond
+from ..torch_kernels.exact_keys import Kept
 from ..torch_kernels.hybrid import HybridArguments, hybrid_in_torch
 from .checks import check_attention, check_needed, check_results, check_shape, check_turns
 from .cpu import NOT_TURNED, attend, differentiate, in_large_pages, run_attention, takes, takes_attention
@@ -149,16 +149,10 @@ def _hybrid_backward(
         if not x.is_contiguous():
             raise ValueError(f"`{name}` is not dense; pass it as `hybrid` returned it.")
     check_needed(needed, TENSORS)
-    found = _gradients_in_c if _takes(given) and not _is_beyond_c(given) else _gradients
+    # C has no gradients of exact keys after others, or beyond the trained length.
+    is_beyond_c = bool(given.kept) or (given.score is not None and _is_clamped(given))
+    found = _gradients_in_c if _takes(given) and not is_beyond_c else _gradients
     return found(given, list(grads.values()), (output, size, sums), needed)
-
-
-def _is_beyond_c(given: HybridArguments) -> bool:
-    """Whether C has no gradients: of exact keys after others, or beyond the trained length."""
-    if given.score is None:
-        return False
-    is_clamped = bool(given.trained_length and given.frequencies) and given.position is not None
-    return bool(given.kept) or (is_clamped and is_beyond(given.position, given.trained_length))  # type: ignore
 
 
 def _gradients(given: HybridArguments, grads: Sequence[Tensor | None], _: Any, needed: Sequence[bool]) -> list[Tensor]:
@@ -287,25 +281,40 @@ def _far_arguments(given: HybridArguments, gone: Sequence[Tensor] | None) -> tup
     found = arguments_of_map(given.far()[:-2], kv_heads, constants)
     found[1:4] = found[1:4] if gone is None else [gone[0], gone[1], gone[3]]
     found[-1] = None if gone is None else gone[2]
-    (hidden, _), place, key_place = given.shifts, given.position, given.key_position
-    if hidden is None or place is None or key_place is None:
+    place, key_place, hidden = given.position, given.key_position, given.first_turned
+    if hidden == len(given.frequencies) or place is None or key_place is None:
         return found, NOT_TURNED
-    turn: Any = hidden.table(-place)
+    turn, turned = _angles(given, hidden, -place)
     found[-3] = table_per_head(turn[:, first:], given.query, kv_heads)
     if gone is None:  # others are turned when they are displaced
-        key_turn: Any = turn if key_place is place else hidden.table(-key_place)
+        key_turn = turn if key_place is place else _angles(given, hidden, -key_place)[0]
         found[-2] = table_per_head(key_turn[:, :num_far], given.query, kv_heads)
-    return found, (turn.shape[-1] // 2, *hidden.pairs)
+    return found, turned
 
 
 def _near_arguments(given: HybridArguments) -> tuple[list[Tensor | None], Sequence[int], Sequence[int]]:
     """The arguments of the C kernel for window and sinks up to the angles of the sinks, with the rest of a call."""
-    turn, turned, (_, to_last), place = None, NOT_TURNED, given.shifts, given.position
-    sinks = given.sink_key.shape[2]
-    if sinks and to_last is not None and place is not None and is_beyond(place, given.trained_length):
-        turn = to_last.table(place.clamp(max=given.trained_length - 1) - place)
-        turned = len(given.frequencies), *to_last.pairs
+    turn, turned, last, sinks = None, NOT_TURNED, given.trained_length - 1, given.sink_key.shape[2]
+    if sinks and _is_clamped(given) and given.position is not None:
+        turn, turned = _angles(given, 0, given.position.clamp(max=last) - given.position)
     return window_arguments(given.scaling, *given[:7], None, turn), (given.window, sinks, True), turned
+
+
+def _is_clamped(given: HybridArguments) -> bool:
+    """Whether some query is beyond the trained length."""
+    if not given.trained_length or not given.frequencies or given.position is None:
+        return False
+    return int(given.position.max()) >= given.trained_length
+
+
+def _angles(given: HybridArguments, first: int, tokens: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The cosines and then the sines `[B, rows, 2 R]` of the angles of pairs from number `first` on for so many
+    `tokens [B, rows]`, and the columns of these pairs, as `run_attention` wants to know them.
+    """
+    half = len(given.frequencies)
+    angle = tokens.unsqueeze(-1).float() * tokens.new_tensor(given.frequencies[first:], dtype=torch.float32)
+    columns = (2 * first, 2, 1) if given.is_interleaved else (first, 1, half)
+    return torch.cat((angle.cos(), angle.sin()), dim=-1), (half - first, *columns)
 
 
 def check_hybrid(given: HybridArguments) -> int:

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from ..torch_kernels.blocks import EXP, HEDGEHOG, with_dtype
-from ..torch_kernels.hybrid import StepArguments
+from ..torch_kernels.hybrid import StepArguments, hybrid_step_in_torch
 from .checks import check_blocks, check_heads, check_rows, check_shape, check_turns
-from .cpu import STEP_NUMBERS, refuse_without_library, run_step, takes_step, without_dispatcher
+from .cpu import STEP_NUMBERS, run_step, takes, takes_step, without_dispatcher
 from .operators import Operator, register
 
 
 STEP = (
     "Tensor query, Tensor key, Tensor value, Tensor? score, Tensor? slope, Tensor? position, "
     "Tensor key_weight, Tensor? key_bias, Tensor? key_norm, Tensor query_weight, Tensor? log_decay, {} state, "
-    "Tensor? log_scale, Tensor? norm_weight, float[] frequencies, int first_turned, "
+    "Tensor log_scale, Tensor norm_weight, float[] frequencies, int first_turned, "
     "bool is_interleaved, "
     "int trained_length, int function, float scaling"
 )
@@ -46,56 +46,57 @@ def takes_hybrid_step(*tensors: Tensor) -> bool:
 
 def hybrid_step(given: StepArguments, in_place: bool, rows: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
     """The output `[B, 1, H, W]` and the new state, for tensors of which `takes_hybrid_step` is true."""
-    query, value, state = given.query, given.value, given.state
+    state = given.state
     if in_place:
-        parts = without_dispatcher(OPERATORS.hybrid_step_, _hybrid_step_)(*given, rows)
+        output = without_dispatcher(OPERATORS.hybrid_step_, _hybrid_step_)(*given, rows)
     else:
-        *state, parts = without_dispatcher(OPERATORS.hybrid_step, _hybrid_step)(*given)
-    (batch, heads), width = query.shape[:2], value.shape[-1]
-    near = parts[: batch * heads * width]
-    return with_dtype(near.view(batch, 1, heads, width), query.dtype), state
+        output, *state = without_dispatcher(OPERATORS.hybrid_step, _hybrid_step)(*given)
+    return with_dtype(output, given.query.dtype), state
 
 
-def _hybrid_step(*given: Any) -> list[Tensor]:
-    """One new real token of `hybrid`; the oldest token of the window moves to the exact keys or to the far sums.
-
-    The state is that of the mechanism. With exact keys the score of token n (counted from 1) is `score [B, 1, Hkv]` +
-    n `slope [Hkv]`. Per position (`position [B, 1]`, int32, of the token), rotary embedding has turned the pairs of
-    columns by `frequencies`; the feature map does not see the turns from `first_turned` on. From `trained_length` on
-    (0: never), sinks and exact keys are compared as far away as at most there. The map consists of `function` (`EXP` or
-    `HEDGEHOG`) and the tensors of `KernelMap`, one matrix per head, for inputs scaled by sqrt(scaling).
-
-    Returns:
-        The tensors of the new state, then one float32 tensor `[B H (2 W + 3)]`: for each query the near output (joined
-        with the far one if `log_scale` and `norm_weight` were given), its log size and its largest logit, the far
-        output and its log size.
-    """
-    state = [x.contiguous() for x in given[STEP_STATE]]
+def _hybrid_step(*arguments: Any) -> list[Tensor]:
+    """The operator: the output `[B, 1, H, W]`, float32, and the tensors of the new state; see `StepArguments`."""
+    state = [x.contiguous() for x in arguments[STEP_STATE]]
+    given = StepArguments(*arguments)._replace(state=state)
+    layout = _layout_of(given, None)
+    if not takes(*given[:3]):
+        output, new_state = hybrid_step_in_torch(given)
+        return [output, *(x.contiguous() for x in new_state)]
     new_state = [torch.empty_like(x) for x in state]
-    return [*new_state, _run_hybrid_step((*given[:STEP_STATE], state, *given[STEP_STATE + 1 :]), new_state)]
+    return [_run_hybrid_step(given, layout, new_state), *new_state]
 
 
 def _hybrid_step_(*arguments: Any) -> Tensor:
-    """`_hybrid_step` in place, in the blocks `rows` of the state if they are given, else sequence b in block b."""
-    *given, rows = arguments
-    return _run_hybrid_step(given, given[STEP_STATE], None if rows is None else rows.contiguous())
+    """The operator in place, in the blocks `rows` of the state if they are given, else sequence b in block b."""
+    given, rows = StepArguments(*arguments[:-1]), arguments[-1]
+    layout = _layout_of(given, rows)
+    if takes(*given[:3]):
+        return _run_hybrid_step(given, layout, given.state, None if rows is None else rows.contiguous())
+    old = given.state if rows is None else [x.index_select(0, rows) for x in given.state]
+    output, new_state = hybrid_step_in_torch(given._replace(state=old))
+    for x, new in zip(given.state, new_state):
+        x.copy_(new) if rows is None else x.index_copy_(0, rows, new)
+    return output
 
 
-def _run_hybrid_step(given: Sequence[Any], new_state: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
-    """Write the new state, and return the parts of the output."""
-    state, log_scale, norm_weight, frequencies, *_, scaling = given[STEP_STATE:]
-    shape, strides, places, is_dense = _layout_of(given, rows)
-    tensors = (*given[:STEP_STATE], log_scale, norm_weight)
+def _run_hybrid_step(
+    given: StepArguments, layout: StepLayout, new_state: Sequence[Tensor], rows: Tensor | None = None
+) -> Tensor:
+    """Write the new state, and return the output."""
+    shape, strides, places, is_dense = layout
+    tensors = (*given[:STEP_STATE], given.log_scale, given.norm_weight)
     dense = tensors if is_dense else [None if x is None else x.contiguous() for x in tensors]
     tokens = [0 if x is None else x.data_ptr() for x in dense]
-    size, width, angles = 4 * shape[0] * shape[2] * shape[3], shape[8], _floats(tuple(frequencies))
-    parts = _fake_hybrid_step_(*given)
-    results = [parts.data_ptr() + size * columns for columns in (0, width, width + 1, width + 2, 2 * width + 2)]
+    rows_of_output, width, angles = shape[0] * shape[2] * shape[3], shape[8], _floats(tuple(given.frequencies))
+    # C needs memory for the sizes, the largest logits, and the far part, too.
+    memory = given.state[0].new_empty(rows_of_output * (2 * width + 3))
+    first, size = memory.data_ptr(), 4 * rows_of_output
+    results = [first + size * columns for columns in (0, width, width + 1, width + 2, 2 * width + 2)]
     addresses = [*tokens[:6], ctypes.addressof(angles), *tokens[6:], 0, *results]  # no beta
-    for each in (state, new_state):
+    for each in (given.state, new_state):
         addresses += [0 if place is None else each[place].data_ptr() for place in places]
-    run_step("hybrid_step", shape, addresses, strides, rows, scaling)
-    return parts
+    run_step("hybrid_step", shape, addresses, strides, rows, given.scaling)
+    return memory[: rows_of_output * width].view(shape[0], 1, shape[2] * shape[3], width)
 
 
 class StepLayout(NamedTuple):
@@ -112,24 +113,21 @@ LAYOUTS: dict[tuple[Any, ...], StepLayout] = {}
 MOST_LAYOUTS = 1024
 
 
-def _layout_of(given: Sequence[Any], rows: Tensor | None) -> StepLayout:
+def _layout_of(given: StepArguments, rows: Tensor | None) -> StepLayout:
     """The layout of a step, checked.
 
     Raises:
         ValueError: for the first invalid argument.
-        NotImplementedError: without C kernels for these tensors.
     """
     state, log_scale, norm_weight, frequencies, *others = given[STEP_STATE:]
-    tensors = (*given[:STEP_STATE], log_scale, norm_weight)
+    tensors: Any = (*given[:STEP_STATE], log_scale, norm_weight)
     described = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, *state, rows)]
     known = (*described, tuple(frequencies), *others)
     if (found := LAYOUTS.get(known)) is not None:
         return found
-    arguments = [*given, rows]
-    check_hybrid_step(*arguments)
+    check_hybrid_step(given, rows)
     check_blocks(*state)
     (*turns, function, _), (query, key, value) = others, given[:3]
-    refuse_without_library(query, key, value)
     (batch, heads), kv_heads, width, places = query.shape[:2], key.shape[1], value.shape[3], PLACES[len(state)]
     window, sinks = (state[cast(int, places[number])] for number in (1, 4))
     shape = (
@@ -163,61 +161,61 @@ def _strides(shape: tuple[int, ...], states: tuple[int, ...]) -> bytes:
 
 def _fake_hybrid_step(*given: Any) -> list[Tensor]:
     new_state = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[STEP_STATE]]
-    return [*new_state, _fake_hybrid_step_(*given)]
+    return [_fake_hybrid_step_(*given), *new_state]
 
 
 def _fake_hybrid_step_(*given: Any) -> Tensor:
     query, _, value, *_ = given
-    return given[STEP_STATE][0].new_empty(query.shape[0] * query.shape[1] * (2 * value.shape[-1] + 3))
+    return given[STEP_STATE][0].new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
 
 
-def check_hybrid_step(
-    query: Tensor, key: Tensor, value: Tensor, score: Tensor | None, slope: Tensor | None, position: Tensor | None,
-    key_weight: Tensor, key_bias: Tensor | None, key_norm: Tensor | None, query_weight: Tensor,
-    log_decay: Tensor | None, state: Sequence[Tensor], log_scale: Tensor | None, norm_weight: Tensor | None,
-    frequencies: Sequence[float], first_turned: int, is_interleaved: bool, trained_length: int, function: int,
-    scaling: float, rows: Tensor | None = None,
-) -> None:  # fmt: skip
+def check_hybrid_step(given: StepArguments, rows: Tensor | None) -> None:
     """Check the arguments of the operator `hybrid_step_`.
 
     Raises:
         ValueError: for the first invalid argument.
     """
+    query, key, value, key_weight, function = *given[:3], given.key_weight, given.function
     if not query.ndim == key.ndim == value.ndim == 4 or query.shape[1] % (key.shape[1] or 1) or not key.shape[1]:
         check_heads(query, key, value)
     (batch, heads), kv_heads, device = query.shape[:2], key.shape[1], query.device
-    dim, columns = key.shape[3], key_weight.shape[-1] if key_weight.ndim else 0
-    expected = (
-        ("query", query, (batch, heads, 1, dim), None),
-        ("key", key, (batch, kv_heads, 1, dim), None),
-        ("value", value, (batch, kv_heads, 1, value.shape[3]), None),
-        ("score", score, (batch, 1, kv_heads), torch.float32),
-        ("slope", slope, (kv_heads,), torch.float32),
-        ("position", position, (batch, 1), torch.int32),
-        ("key_weight", key_weight, (kv_heads, dim, columns), torch.float32),
-        ("key_bias", key_bias, (kv_heads, 1, columns), torch.float32),
-        ("key_norm", key_norm, (kv_heads, 1, 1), torch.float32),
-        ("query_weight", query_weight, (heads, dim, columns), torch.float32),
-        ("log_decay", log_decay, (kv_heads,), torch.float32),
-        ("log_scale", log_scale, (heads,), torch.float32),
-        ("norm_weight", norm_weight, (heads,), torch.float32),
-        *_expected_state(key, value, state, columns * (1 + (function == HEDGEHOG)), query, rows),
+    dim, columns, number = key.shape[3], key_weight.shape[-1] if key_weight.ndim else 0, torch.float32
+    shapes: Any = (
+        ((batch, heads, 1, dim), None),
+        ((batch, kv_heads, 1, dim), None),
+        ((batch, kv_heads, 1, value.shape[3]), None),
+        ((batch, 1, kv_heads), number),
+        ((kv_heads,), number),
+        ((batch, 1), torch.int32),
+        ((kv_heads, dim, columns), number),
+        ((kv_heads, 1, columns), number),
+        ((kv_heads, 1, 1), number),
+        ((heads, dim, columns), number),
+        ((kv_heads,), number),
+        ((heads,), number),
+        ((heads,), number),
     )
-    for name, tensor, shape, dtype in expected:
+    tensors: Any = (*given[:STEP_STATE], given.log_scale, given.norm_weight)
+    names = (*given._fields[:STEP_STATE], "log_scale", "norm_weight")
+    features = columns * (1 + (function == HEDGEHOG))
+    expected = [(*pair, *of) for *pair, of in zip(names, tensors, shapes)]
+    for name, tensor, shape, dtype in (*expected, *_expected_state(key, value, given.state, features, query, rows)):
         if tensor is None:
             continue
         if tensor.shape != shape or tensor.device != device:
             check_shape(name, tensor, shape, like=query)
         if dtype is not None and tensor.dtype != dtype:
             raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
-    has_scores = score is not None
-    if (log_scale is None) != (norm_weight is None) or (slope is not None) != has_scores:
-        raise ValueError("`log_scale` and `norm_weight`, `score` and `slope` belong together; pass both or neither.")
-    if function not in (EXP, HEDGEHOG) or (function == HEDGEHOG and not (key_bias is None and key_norm is None)):
+    has_scores = given.score is not None
+    if (given.slope is not None) != has_scores:
+        raise ValueError("`score` and `slope` belong together; pass both or neither.")
+    has_bias = given.key_bias is not None or given.key_norm is not None
+    if function not in (EXP, HEDGEHOG) or (function == HEDGEHOG and has_bias):
         raise ValueError(f"Got `function` = {function}; it must be 2 (exp), or 3 (Hedgehog) without bias and norm.")
     if not dim or not columns:
         raise ValueError(f"Got keys of {dim} and weights of {columns} columns; none may be 0.")
-    check_turns(dim, has_scores, position is not None, len(state), len(frequencies), first_turned, trained_length)
+    turns = len(given.frequencies), given.first_turned, given.trained_length
+    check_turns(dim, has_scores, given.position is not None, len(given.state), *turns)
 
 
 def _expected_state(

@@ -72,6 +72,11 @@ class HybridAttention(HybridOptions, WindowAttention):
         self.score_slope: nn.Parameter | None = None
         if self.num_exact_keys:
             self._add_exact_keys(shape)
+        # The rotary frequencies, how many the map sees, whether pairs are interleaved, and the trained length.
+        rotary = shape.rotary if self.needs_positions else None
+        frequencies = () if rotary is None else rotary.inverse_frequencies
+        first = len(frequencies) if self.shift is None else min(self.shift.first, len(frequencies))
+        self.turns = frequencies, first, rotary is not None and rotary.is_interleaved, self.trained_length or 0
         self.joins_at_once = True  # False: the operators of the parts run one by one, so that `mix` sees them
         self.uses_far = True  # False leaves window and sinks only, to measure what the far keys contribute
 
@@ -143,21 +148,13 @@ class HybridAttention(HybridOptions, WindowAttention):
         scores: Any = (None, None)
         if self.score_slope is not None and gates is not None:
             scores = with_dtype(gates, torch.float32), with_dtype(self.score_slope, torch.float32) / SLOPE_TOKENS
-        turns, log_decay = self._turns, None if self.decay is None else self.decay()
+        turns, log_decay = self.turns, None if self.decay is None else self.decay()
         given: Any = (
             *(inputs.query, key, value, *scores, positions if turns[0] else None),
             *(*kernel_map.key, kernel_map.query.weight, log_decay, list(old.stored), *self.mix.kernel_parameters()),
             *(*turns, kernel_map.function, inputs.scaling),
         )
-        return StepArguments(*given)
-
-    @property
-    def _turns(self) -> tuple[Sequence[float], int, bool, int]:
-        """The rotary frequencies, how many of them the map sees, whether pairs are interleaved, the trained length."""
-        rotary = self.shape.rotary if self.needs_positions else None
-        frequencies = () if rotary is None else rotary.inverse_frequencies
-        first = len(frequencies) if self.shift is None else min(self.shift.first, len(frequencies))
-        return frequencies, first, rotary is not None and rotary.is_interleaved, self.trained_length or 0
+        return StepArguments._make(given)
 
     def far_rows(self, query: Tensor, old: WindowState, positions: Any) -> tuple[Tensor, Tensor]:
         """The query, and the key that leaves the window, as the feature map sees them."""
@@ -296,7 +293,7 @@ class HybridAttention(HybridOptions, WindowAttention):
         if kernel_map is None:
             return None
         far_sums, *kept = sums if isinstance(sums, tuple) else (sums,)
-        turns, has_scores = self._turns, line.score is not None
+        turns, has_scores = self.turns, line.score is not None
         given: Any = (
             *(query, line.key, line.value, line.kind, *sinks, seen, None if self.decay is None else self.decay()),
             *(far_sums, *kernel_map.key, kernel_map.query.weight, *self.mix.kernel_parameters()),

@@ -244,10 +244,10 @@ def _kept_part(
     far = None
     if to_kept is not None and position is not None and is_beyond(position, trained_length):
         place = cast(Tensor, keys.position).squeeze(-1)
-        gap = position[:, None].unflatten(2, (kept.shape[2], -1)).unsqueeze(-1)
+        farthest = (position - trained_length)[:, None].unflatten(2, (kept.shape[2], -1)).unsqueeze(-1)
         moved = to_kept(query, trained_length - 1 - position).unflatten(1, (heads, -1))
         moved_keys = to_kept(keys.key.flatten(2, 3), -place.flatten(2)).unflatten(2, place.shape[2:])
-        far = moved, moved_keys, gap - place.unsqueeze(3) >= trained_length
+        far = moved, moved_keys, place.unsqueeze(3) <= farthest
     return part_of(query.unflatten(1, (heads, -1)), keys, kept, scaling, far)
 
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..mechanisms.base import Rotary
+from ..mechanisms.window import ORDINARY, SINK
 from ..positions.rotary import RotaryShift
 from .attention import in_torch
 from .blocks import EXP, Affine, KernelMap, accumulated, zero_where_masked
@@ -163,7 +165,7 @@ class StepArguments(NamedTuple):
 
     The oldest token of the window moves to the exact keys or to the far sums. With exact keys the score of token n
     (counted from 1) is `score` + n `slope`. See `HybridArguments` for positions; the map is one for inputs scaled by
-    sqrt(scaling), with one matrix per head. Without `log_scale` and `norm_weight` the far part stays apart.
+    sqrt(scaling), with one matrix per head.
     """
 
     query: Tensor  # [B, H, 1, D]
@@ -178,11 +180,46 @@ class StepArguments(NamedTuple):
     query_weight: Tensor
     log_decay: Tensor | None  # [Hkv]
     state: Sequence[Tensor]  # see `WindowState.stored`
-    log_scale: Tensor | None  # [H]
-    norm_weight: Tensor | None  # [H]
+    log_scale: Tensor  # [H]
+    norm_weight: Tensor  # [H]
     frequencies: Sequence[float]
     first_turned: int
     is_interleaved: bool
     trained_length: int
     function: int
     scaling: float
+
+
+def hybrid_step_in_torch(given: StepArguments) -> tuple[Tensor, list[Tensor]]:
+    """What the operator computes: `hybrid_in_torch` of one query, and the window moved on by its token.
+
+    Returns:
+        The output `[B, 1, H, W]` in the accumulation dtype, and the tensors of the new state.
+    """
+    has_scores, has_places = given.score is not None, len(given.state) in (8, 14)
+    number = (4 + has_places) * has_scores
+    sums, kept, window = given.state[0], given.state[1 : 1 + number], given.state[1 + number :]
+    old_key, old_value, old_kind, sink_key, sink_value, num_seen, *others = window
+    place = torch.arange(sink_key.shape[2], dtype=torch.long, device=num_seen.device)
+    here, kind = (place == num_seen)[:, None, :, None], torch.where(num_seen < len(place), SINK, ORDINARY)
+    sink_key, sink_value = torch.where(here, given.key, sink_key), torch.where(here, given.value, sink_value)
+    key, value = torch.cat((old_key, given.key), dim=2), torch.cat((old_value, given.value), dim=2)
+    kind, num_seen = torch.cat((old_kind, kind.to(old_kind.dtype)), dim=1), num_seen + 1
+    score = position = None
+    if given.score is not None and given.slope is not None:
+        own = given.score.mT.unsqueeze(3) + given.slope[:, None, None] * num_seen[:, None, None].float()
+        score = torch.cat((others[-1], own), dim=2)
+    if has_places:
+        position = torch.cat((others[0], cast(Tensor, given.position)), dim=1)
+    norm = None if given.key_norm is None else given.key_norm * given.scaling
+    root, seen = given.scaling**0.5, (place < num_seen)[:, None]
+    arguments: Any = (
+        *(given.query, key, value, kind == ORDINARY, sink_key, sink_value, seen, given.log_decay, sums),
+        *(given.key_weight * root, given.key_bias, norm, given.query_weight * root, given.log_scale, given.norm_weight),
+        *(*kept, *[None] * (5 - number), score, given.position, position, given.function, old_key.shape[2]),
+        *(given.scaling, *given[14:18], kept[0].shape[2] if kept else 0),
+    )
+    output, sums, *kept = hybrid_in_torch(HybridArguments(*arguments))
+    state = [sums, *kept, key[:, :, 1:], value[:, :, 1:], kind[:, 1:], sink_key, sink_value, num_seen]
+    others = [None if position is None else position[:, 1:], None if score is None else score[:, :, 1:]]
+    return output, [*state, *(x for x in others if x is not None)]

@@ -283,28 +283,24 @@ def hybrid_step(t, options, constants):
     """The operator, or in float64 what it stands for."""
     names = [name for name in SPECIFICATIONS["hybrid_step"] if name not in (*HYBRID_STATE, "log_scale", "norm_weight")]
     given, state = [t.get(name) for name in names], [t[name] for name in HYBRID_STATE if name in t]
-    others = t.get("log_scale"), t.get("norm_weight"), *options["turns"], options["function"], options["scaling"]
-    if "is_exact" not in constants:
-        *new, parts = OPERATORS.hybrid_step(*given, state, *others)
+    others = t["log_scale"], t["norm_weight"], *options["turns"], options["function"], options["scaling"]
+    if "is_exact" in constants:
+        output, *new = step_in_float64(t, *others)
+    else:
+        output, *new = OPERATORS.hybrid_step(*given, state, *others)
         written = [x.clone(memory_format=torch.contiguous_format) for x in state]
         again = OPERATORS.hybrid_step_(*given, written, *others, None)
-        for functional, in_place in zip((*new, parts), (*written, again)):
+        for functional, in_place in zip((output, *new), (again, *written)):
             torch.testing.assert_close(in_place, functional, rtol=0, atol=0, equal_nan=True)
         check_rows(state, lambda blocks, rows: OPERATORS.hybrid_step_(*given, blocks, *others, rows))
-        (batch, heads), kv_heads, width = t["query"].shape[:2], t["key"].shape[1], t["value"].shape[-1]
-        columns = (width, 1, 1, width, 1)
-        found = parts.split_with_sizes([batch * heads * n for n in columns])
-        new += [x.view(batch, kv_heads, heads // kv_heads, 1, n) for x, n in zip(found, columns)]
-    else:
-        new = step_in_float64(t, *others)
-    *others, near, near_size, largest, far, far_size = new
-    sums = comparable(constants, EXP, None, None, None, others.pop(0))
-    sizes = [x.masked_fill(x < EMPTY_MAXIMUM / 2, 0.0) for x in (near_size, largest, far_size)]
-    return [*sums, *others, near, *sizes, far]
+    sums = comparable(constants, EXP, None, None, None, new.pop(0))
+    if "score" in t:  # where there is no key, it may be any
+        new[2] = new[2].masked_fill(new[3] == 0, 0.0)
+    return [output, *sums, *new]
 
 
 def step_in_float64(t, log_scale, norm_weight, frequencies, first, is_interleaved, trained_length, function, scaling):
-    """The new state, and the parts of the output."""
+    """The output, and the new state."""
     query, key, value, sums, kind = (t[name] for name in ("query", "key", "value", "sums", "kind"))
     rotary, position, ordinary = Rotary(tuple(frequencies), is_interleaved), t.get("position"), kind[:, :1] == 1
     gone, kept, is_far = kept_and_gone(t, ordinary)
@@ -334,13 +330,11 @@ def step_in_float64(t, log_scale, norm_weight, frequencies, first, is_interleave
     far, total = far.unflatten(2, (groups, 1)).split_with_sizes((value.shape[-1], 1), dim=-1)
     far, far_size = far / total.masked_fill(total == 0, 1.0), log_size(total, scale)
     sinks, near = near_in_torch(t, kept, rotary, trained_length, scaling)
-    output, size, largest = near
-    if log_scale is not None:
-        half = query.square().sum(dim=-1, keepdim=True) * scaling / 2
-        add = (log_scale[:, None, None] - norm_weight[:, None, None] * half).unflatten(1, (kv_heads, groups))
-        output, _ = join((output, size), (far, far_size + add))
+    half = query.square().sum(dim=-1, keepdim=True) * scaling / 2
+    add = (log_scale[:, None, None] - norm_weight[:, None, None] * half).unflatten(1, (kv_heads, groups))
+    output = join(near[:2], (far, far_size + add))[0].flatten(1, 2).transpose(1, 2)
     kept = [x for name, x in zip(KEPT, kept) if name in t]
-    return [new_sums, *kept, *sinks, output, size, largest, far, far_size]
+    return [output, new_sums, *kept, *sinks]
 
 
 def kept_and_gone(t, ordinary):
@@ -420,7 +414,7 @@ ENTRIES = {
     **{"delta_step": delta, "delta_step_by_feature": delta},
 }
 HAVE_GRADIENTS = ("attention", "features", "window", "window_both_ways", "hybrid", "delta", "delta_by_feature")
-ONLY_IN_C = ("hybrid_step", "elu")
+ONLY_IN_C = ("elu",)
 
 
 class Fuzzer:

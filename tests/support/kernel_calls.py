@@ -201,8 +201,6 @@ class Maker:
             names.append("state")
         if kind == "slots" and self.chance(0.4):
             names.remove("visible")
-        if kind == "hybrid_step" and self.chance(0.5):
-            names = [name for name in names if name not in ("log_scale", "norm_weight")]
         if kind in ("hybrid", "hybrid_step") and self.chance(0.4):
             names = [name for name in names if name not in ("score", "slope", "window_score", *KEPT)]
         if kind in ("hybrid", "hybrid_step") and self.chance(0.4):
@@ -260,7 +258,7 @@ class Maker:
             numbers = (0, 1, 3, 50, -1, -(2**63), 2**63 - 1, 2**31)
             return torch.tensor([[self.random.choice(numbers)] for _ in range(shape[0])]).view(shape).long()
         most = {"kind": 3, "kept_age": 4}.get(name) or 3 * name.endswith("score") or self.pick((60, 2**31 - 1))
-        least = -5 if name.endswith("position") else -2 if name.endswith("score") else 0
+        least = -2 if name.endswith("score") else 0
         dtype = torch.float32 if name.endswith("score") else torch.int8 if name == "kind" else torch.int32
         return torch.randint(least, most, shape, generator=self.generator).to(dtype)
 
