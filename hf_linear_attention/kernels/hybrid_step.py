@@ -39,9 +39,8 @@ PLACES: dict[int, tuple[int | None, ...]] = {
 }
 
 
-def takes_hybrid_step(*tensors: Tensor) -> bool:
-    """Whether `hybrid_step` computes a step for these tensors."""
-    return takes_step(*tensors, in_graphs=True)
+# Whether `hybrid_step` computes a step for these tensors.
+takes_hybrid_step = functools.partial(takes_step, in_graphs=True)
 
 
 def hybrid_step(given: StepArguments, in_place: bool, rows: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
@@ -59,7 +58,7 @@ def _hybrid_step(*arguments: Any) -> list[Tensor]:
     state = [x.contiguous() for x in arguments[STEP_STATE]]
     given = StepArguments(*arguments)._replace(state=state)
     layout = _layout_of(given, None)
-    if not takes(*given[:3]):
+    if not layout.is_for_c:
         output, new_state = hybrid_step_in_torch(given)
         return [output, *(x.contiguous() for x in new_state)]
     new_state = [torch.empty_like(x) for x in state]
@@ -68,9 +67,9 @@ def _hybrid_step(*arguments: Any) -> list[Tensor]:
 
 def _hybrid_step_(*arguments: Any) -> Tensor:
     """The operator in place, in the blocks `rows` of the state if they are given, else sequence b in block b."""
-    given, rows = StepArguments(*arguments[:-1]), arguments[-1]
+    given, rows = StepArguments._make(arguments[:-1]), arguments[-1]
     layout = _layout_of(given, rows)
-    if takes(*given[:3]):
+    if layout.is_for_c:
         return _run_hybrid_step(given, layout, given.state, None if rows is None else rows.contiguous())
     old = given.state if rows is None else [x.index_select(0, rows) for x in given.state]
     output, new_state = hybrid_step_in_torch(given._replace(state=old))
@@ -83,7 +82,7 @@ def _run_hybrid_step(
     given: StepArguments, layout: StepLayout, new_state: Sequence[Tensor], rows: Tensor | None = None
 ) -> Tensor:
     """Write the new state, and return the output."""
-    shape, strides, places, is_dense = layout
+    shape, strides, places, is_dense, _ = layout
     tensors = (*given[:STEP_STATE], given.log_scale, given.norm_weight)
     dense = tensors if is_dense else [None if x is None else x.contiguous() for x in tensors]
     tokens = [0 if x is None else x.data_ptr() for x in dense]
@@ -106,6 +105,7 @@ class StepLayout(NamedTuple):
     strides: bytes
     places: tuple[int | None, ...]
     is_dense: bool  # whether all tensors but the state are
+    is_for_c: bool
 
 
 # Every layout is checked once, because that takes a quarter of the time of a step of six heads.
@@ -140,7 +140,9 @@ def _layout_of(given: StepArguments, rows: Tensor | None) -> StepLayout:
     is_dense = all(x is None or x.is_contiguous() for x in tensors)
     if len(LAYOUTS) == MOST_LAYOUTS:
         LAYOUTS.clear()
-    found = LAYOUTS[known] = StepLayout(shape, _strides(shape[2:13], strides), places, is_dense)
+    found = LAYOUTS[known] = StepLayout(
+        shape, _strides(shape[2:13], strides), places, is_dense, takes(query, key, value)
+    )
     return found
 
 
