@@ -3,8 +3,8 @@
 
 The libraries are in the folder of the installed package `hf_linear_attention`, one per instruction set. A checkpoint
 carries none of them; its code finds those of the package without importing it. Nothing is compiled here. The functions
-of this file pass addresses to C, so only the operators (`kernels.operators`, `kernels.hybrid`, `kernels.delta`), which
-check every size first, may call them.
+of this file pass addresses to C, so only the operators (`kernels.operators`, `window`, `hybrid`, `hybrid_step` and
+`delta`), which check every size first, may call them.
 
 If there are fewer key/value heads than cores, attention is computed in parts. In the forward pass a long sequence is
 cut: each part first sums its own keys, and then attends with the merged state of the parts before it (in the

@@ -43,14 +43,14 @@ PLACES: dict[int, tuple[int | None, ...]] = {
 takes_hybrid_step = functools.partial(takes_step, in_graphs=True)
 
 
-def hybrid_step(given: StepArguments, in_place: bool, rows: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
+def hybrid_step(given: StepArguments, in_place: bool, rows: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output `[B, 1, H, W]` and the new state, for tensors of which `takes_hybrid_step` is true."""
     state = given.state
     if in_place:
         output = without_dispatcher(OPERATORS.hybrid_step_, _hybrid_step_)(*given, rows)
     else:
         output, *state = without_dispatcher(OPERATORS.hybrid_step, _hybrid_step)(*given)
-    return with_dtype(output, given.query.dtype), state
+    return with_dtype(output, given.query.dtype), tuple(state)
 
 
 def _hybrid_step(*arguments: Any) -> list[Tensor]:
