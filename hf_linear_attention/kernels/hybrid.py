@@ -294,7 +294,8 @@ def _far_arguments(given: HybridArguments, gone: Sequence[Tensor] | None) -> tup
 
 def _near_arguments(given: HybridArguments) -> tuple[list[Tensor | None], Sequence[int], Sequence[int]]:
     """The arguments of the C kernel for window and sinks up to the angles of the sinks, with the rest of a call."""
-    turn, turned, last, sinks = None, NOT_TURNED, given.trained_length - 1, given.sink_key.shape[2]
+    turned: Sequence[int] = NOT_TURNED
+    turn, last, sinks = None, given.trained_length - 1, given.sink_key.shape[2]
     if sinks and _is_clamped(given) and given.position is not None:
         turn, turned = _angles(given, 0, given.position.clamp(max=last) - given.position)
     return window_arguments(given.scaling, *given[:7], None, turn), (given.window, sinks, True), turned

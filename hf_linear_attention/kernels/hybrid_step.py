@@ -83,7 +83,7 @@ def _run_hybrid_step(
 ) -> Tensor:
     """Write the new state, and return the output."""
     shape, strides, places, is_dense, _ = layout
-    tensors = (*given[:STEP_STATE], given.log_scale, given.norm_weight)
+    tensors: Any = (*given[:STEP_STATE], given.log_scale, given.norm_weight)
     dense = tensors if is_dense else [None if x is None else x.contiguous() for x in tensors]
     tokens = [0 if x is None else x.data_ptr() for x in dense]
     rows_of_output, width, angles = shape[0] * shape[2] * shape[3], shape[8], _floats(tuple(given.frequencies))
@@ -119,7 +119,8 @@ def _layout_of(given: StepArguments, rows: Tensor | None) -> StepLayout:
     Raises:
         ValueError: for the first invalid argument.
     """
-    state, log_scale, norm_weight, frequencies, *others = given[STEP_STATE:]
+    arguments: tuple[Any, ...] = given
+    state, log_scale, norm_weight, frequencies, *others = arguments[STEP_STATE:]
     tensors: Any = (*given[:STEP_STATE], log_scale, norm_weight)
     described = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, *state, rows)]
     known = (*described, tuple(frequencies), *others)

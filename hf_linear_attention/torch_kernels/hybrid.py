@@ -221,5 +221,5 @@ def hybrid_step_in_torch(given: StepArguments) -> tuple[Tensor, list[Tensor]]:
     )
     output, sums, *kept = hybrid_in_torch(HybridArguments(*arguments))
     state = [sums, *kept, key[:, :, 1:], value[:, :, 1:], kind[:, 1:], sink_key, sink_value, num_seen]
-    others = [None if position is None else position[:, 1:], None if score is None else score[:, :, 1:]]
-    return output, [*state, *(x for x in others if x is not None)]
+    state += [] if position is None else [position[:, 1:]]
+    return output, state + ([] if score is None else [score[:, :, 1:]])
