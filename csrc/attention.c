@@ -166,6 +166,8 @@ static void gradient_through_map(work *w, const float *features, const float *in
     row_dot_products(half, input, input, p, p);
     for (int64_t t = 0; t < w->tokens; t++) {
         m->grad_constant += total[t];
+        if (!is_query && w->tensors[KEY_AGE].data)
+            w->grad_decay += total[t] * *(float *)address_of(w, KEY_AGE, 0, n + t);
         m->grad_norm -= (double)total[t] * half[t] / 2;
         for (int64_t j = 0; j < p && m->norm; j++) w->grad_input[t * p + j] -= m->norm * total[t] * input[t * p + j];
     }

@@ -157,9 +157,10 @@ static void attend_slots(exact *v, int64_t g, int64_t n) {
     for (int64_t t = 0; t < w->tokens; t++) {
         if (!total[t]) continue; /* nothing is kept */
         float *to = (float *)address_of(w, EXACT_OUTPUT, g, n + t), *row = w->out + t * d;
-        float share = 1 / (1 + __builtin_expf(size[t] - top[t] - __builtin_logf(total[t]))), own = share / total[t];
+        float of_kept = top[t] + __builtin_logf(total[t]), gap = size[t] - of_kept;
+        float share = 1 / (1 + __builtin_expf(gap)), own = share / total[t], larger = gap > 0 ? size[t] : of_kept;
         for (int64_t j = 0; j < w->sizes->width; j++) to[j] += own * row[j] - share * to[j];
-        *(float *)address_of(w, EXACT_SIZE, g, n + t) = top[t] + __builtin_logf(total[t]) - __builtin_logf(share);
+        *(float *)address_of(w, EXACT_SIZE, g, n + t) = larger + __builtin_log1pf(__builtin_expf(gap > 0 ? -gap : gap));
     }
 }
 

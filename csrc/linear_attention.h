@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 /* Raised by every change to what stands in this file; kernels/cpu.py computes in torch where it expects another one. */
-#define ABI_VERSION 8
+#define ABI_VERSION 9
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -104,8 +104,9 @@ enum { SLOT_OUTPUT = MASK + 1, SLOT_TENSORS };
 
 /* Tensors of exact_keys_forward (up to EXACT_SIZE), which attends if EXACT_OUTPUT is there, and gathers if GONE_KEY is:
    the keys that are displaced before each query, float32 and as the map sees them; GONE_VALUE and GONE_AGE are what
-   belongs to them. Output and log size become those of kept keys and what was there before. exact_keys_backward is for
-   a call that kept nothing before, joined nothing and stayed within the trained length; it leaves rows of masked keys.
+   belongs to them. Output and log size become those of kept keys and what was there before. exact_keys_backward takes
+   output and log size of all that is joined, is for a call that kept nothing before and stayed within the trained
+   length, and leaves rows of masked keys.
    The tensors that are kept come in the order of `Kept`; positions and ages are int32, and may be missing.
    `sizes.features` is how many keys are kept, `sizes.map` the trained length or 0; `pair_start` is how many pairs the
    map sees. */

@@ -13,8 +13,10 @@ def register_kernels() -> None:
     from .cpu import in_large_pages
     from .delta import check_arguments, delta, delta_step
     from .fla import gpu_kernel
-    from .hybrid import exact_keys, hybrid, hybrid_step, window, window_both_ways
+    from .hybrid import hybrid, takes_hybrid
+    from .hybrid_step import hybrid_step, takes_hybrid_step
     from .operators import attention, attention_step, elu_plus_one, makes_features, slot_attention
+    from .window import window, window_both_ways
 
     functions: dict[str, Any] = {
         "attention": attention,
@@ -22,7 +24,6 @@ def register_kernels() -> None:
         "check_attention": check_attention,
         "check_delta": check_arguments,
         "elu_plus_one": elu_plus_one,
-        "exact_keys": exact_keys,
         "gated_delta": delta,
         "gated_delta_step": delta_step,
         "gpu_kernel": gpu_kernel,
@@ -31,7 +32,9 @@ def register_kernels() -> None:
         "in_large_pages": in_large_pages,
         "makes_features": makes_features,
         "slot_attention": slot_attention,
+        "takes_hybrid": takes_hybrid,
+        "takes_hybrid_step": takes_hybrid_step,
         "window": window,
         "window_both_ways": window_both_ways,
     }
-    register_implementations(3, functions)
+    register_implementations(4, functions)

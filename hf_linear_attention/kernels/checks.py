@@ -175,3 +175,28 @@ def check_needed(needed: Sequence[bool], count: int) -> None:
     """Raise ValueError unless `needed` says for `count` tensors whether a backward operator computes their gradient."""
     if len(needed) != count:
         raise ValueError(f"`needed` has {len(needed)} entries; it must have one for each of the {count} tensors.")
+
+
+def check_turns(
+    dim: int, has_scores: bool, has_position: bool, tensors: int, pairs: int, first: int, trained_length: int
+) -> None:
+    """Check that a state of so many tensors has the positions with which keys are turned back.
+
+    Raises:
+        ValueError: if it has not, or there are more frequencies than pairs of columns.
+    """
+    turns_keys = first < pairs or (pairs and trained_length and has_scores)
+    if (
+        tensors not in ((12, 14) if has_scores else (7, 8))
+        or not (has_position or (not pairs and tensors in (7, 12)))
+        or (turns_keys and tensors in (7, 12))
+        or not 0 <= first <= pairs <= dim // 2
+        or trained_length < 0
+    ):
+        raise ValueError(
+            f"Got a state of {tensors} tensors {'with' if has_scores else 'without'} scores, "
+            f"{'a' if has_position else 'no'} position, {pairs} frequencies for {dim} columns, of which the map sees "
+            f"{first}, and a trained length of {trained_length}. A state has 7 tensors, and 5 more with scores; where "
+            "keys are turned back, which needs a position, it has the position of each key too. There is one frequency "
+            "for a pair of columns at most."
+        )

@@ -3,8 +3,8 @@
 
 The libraries are in the folder of the installed package `hf_linear_attention`, one per instruction set. A checkpoint
 carries none of them; its code finds those of the package without importing it. Nothing is compiled here. The functions
-of this file pass addresses to C, so only the operators (`kernels.operators`, `kernels.hybrid`, `kernels.delta`), which
-check every size first, may call them.
+of this file pass addresses to C, so only the operators (`kernels.operators`, `window`, `hybrid`, `hybrid_step` and
+`delta`), which check every size first, may call them.
 
 If there are fewer key/value heads than cores, attention is computed in parts. In the forward pass a long sequence is
 cut: each part first sums its own keys, and then attends with the merged state of the parts before it (in the
@@ -49,7 +49,7 @@ BFLOAT16_PRODUCTS = ("float32", "avx512_bf16", "amx")
 INTEL, AVX512_BF16, AMX = (1 << number for number in range(3))  # what `bfloat16_features` says of a processor
 SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 # The interface of csrc/linear_attention.h: its version, the bytes of its structs, and the lengths of its lists.
-ABI = (8, 48, 120, 152, 33, 23, 5, 33, 48, 16)
+ABI = (9, 48, 120, 152, 33, 23, 5, 33, 48, 16)
 INSTALL = "install the package from its source, with `pip install .`, on a machine with a C compiler (gcc or clang)"
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 READABLE_DTYPES = (*NATIVE_DTYPES, torch.bool, torch.int32)

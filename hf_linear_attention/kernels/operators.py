@@ -303,6 +303,11 @@ def grouped(x: Tensor, kv_heads: int) -> Tensor:
     return x.unflatten(1, (kv_heads, -1))
 
 
+def table_per_head(turn: Tensor | None, query: Tensor, kv_heads: int) -> Tensor | None:
+    """A table of angles `[B or 1, rows, columns]` for every head."""
+    return None if turn is None else with_rows(turn)[:, None, None].expand(query.shape[0], kv_heads, -1, -1, -1)
+
+
 def _per_head(x: Tensor | None, batch: int, kv_heads: int, heads: int) -> Tensor | None:
     """`[heads or 1, rows, columns]` -> `[B, Hkv, G, rows, columns]` in float32."""
     return None if x is None else grouped(with_rows(x.float()).expand(batch, heads, -1, -1), kv_heads)

@@ -32,8 +32,9 @@ from transformers import initialization as init
 from ..features.maps import FEATURE_MAPS, half_squared_norm
 from ..positions.rotary import LearnedDecay, RotaryShift, decay_of, rotary_shift
 from ..torch_kernels.attention import makes_features, map_attention, state_after
-from ..torch_kernels.blocks import EXP, KernelMap, accumulated, is_eager, is_free, sized_step, with_dtype
-from ..torch_kernels.exact_keys import NEVER, Kept, choose, chunk_size, kept_at_chunks, part_of
+from ..torch_kernels.blocks import EXP, KernelMap, accumulated, is_eager, sized_step, with_dtype
+from ..torch_kernels.exact_keys import Kept, Leaving, attend_to_kept
+from ..torch_kernels.hybrid import HybridArguments, StepArguments
 from ..torch_kernels.implementations import implemented
 from ..torch_kernels.window import Part, join, joined_output, log_size
 from .base import LayerShape, MechanismInputs, State
@@ -71,6 +72,11 @@ class HybridAttention(HybridOptions, WindowAttention):
         self.score_slope: nn.Parameter | None = None
         if self.num_exact_keys:
             self._add_exact_keys(shape)
+        # The rotary frequencies, how many the map sees, whether pairs are interleaved, and the trained length.
+        rotary = shape.rotary if self.needs_positions else None
+        frequencies = () if rotary is None else rotary.inverse_frequencies
+        first = len(frequencies) if self.shift is None else min(self.shift.first, len(frequencies))
+        self.turns = frequencies, first, rotary is not None and rotary.is_interleaved, self.trained_length or 0
         self.joins_at_once = True  # False: the operators of the parts run one by one, so that `mix` sees them
         self.uses_far = True  # False leaves window and sinks only, to measure what the far keys contribute
 
@@ -126,13 +132,29 @@ class HybridAttention(HybridOptions, WindowAttention):
         """`_attend_causally` for one token in few operations, because at this size the overhead of each dominates."""
         if not self._is_plain or torch.is_grad_enabled():
             return None
-        found = implemented("hybrid_step", self, inputs, old)
-        if found is not None or inputs.rows is not None:
-            return found
         query = inputs.query
+        if implemented("takes_hybrid_step", query, inputs.key, inputs.value, old.key, old.value):
+            return implemented("hybrid_step", self._step_arguments(inputs, old), inputs.in_place, inputs.rows)
+        if inputs.rows is not None:
+            return None
         if self.num_exact_keys or not is_eager(query) or query.device.type != "cpu":
             return None
         return self._step_in_torch(inputs, old) if bool((old.kind == ORDINARY).all()) else None
+
+    def _step_arguments(self, inputs: MechanismInputs, old: WindowState) -> StepArguments:
+        gates, positions, kernel_map = inputs.gates, inputs.positions, self.feature_map.unscaled_map()
+        # Under autocast, rotary positions make queries and keys float32, whereas values remain bfloat16.
+        key, value = with_dtype(inputs.key, old.key.dtype), with_dtype(inputs.value, old.value.dtype)
+        scores: Any = (None, None)
+        if self.score_slope is not None and gates is not None:
+            scores = with_dtype(gates, torch.float32), with_dtype(self.score_slope, torch.float32) / SLOPE_TOKENS
+        turns, log_decay = self.turns, None if self.decay is None else self.decay()
+        given: Any = (
+            *(inputs.query, key, value, *scores, positions if turns[0] else None),
+            *(*kernel_map.key, kernel_map.query.weight, log_decay, list(old.stored), *self.mix.kernel_parameters()),
+            *(*turns, kernel_map.function, inputs.scaling),
+        )
+        return StepArguments._make(given)
 
     def far_rows(self, query: Tensor, old: WindowState, positions: Any) -> tuple[Tensor, Tensor]:
         """The query, and the key that leaves the window, as the feature map sees them."""
@@ -237,86 +259,16 @@ class HybridAttention(HybridOptions, WindowAttention):
     ) -> tuple[list[Part], Any]:
         """`parts_behind` with those that the exact keys displace in place of those that leave the window."""
         numbers = inputs.attention_mask if inputs.is_packed else None
-        found = implemented("exact_keys", self, inputs, line, mask) if sums is None and numbers is None else None
-        far_sums, *kept = sums or (None,)
-        part, key, value, age, far, last = found or self.exact_in_torch(inputs, line, mask, kept)
-        far = far if numbers is None else torch.where(far, numbers, -numbers)
-        far_part, far_sums = self._far_part(inputs, key, value, far, far_sums, age)
-        return [far_part, part], (far_sums, *last)
-
-    def exact_in_torch(
-        self, inputs: MechanismInputs, line: Line, mask: Tensor, old: Sequence[Tensor] = ()
-    ) -> tuple[Part, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        """The part of the exact keys, where key t of `line` leaves the window before query t if `mask` is true; the
-        displaced keys as the feature map sees them, their values and ages `[B, Hkv, N, D, W or 1]`, whether there is
-        one; and the tensors of `Kept`, which were `old`.
-        """
-        count, length = self.num_exact_keys, inputs.query.shape[2]
-        inputs, line, real = _in_whole_chunks(inputs, line, mask > 0)
-        heads = line.key.shape[1]
-        kept = Kept(*old) if old else Kept.nothing(line.key, line.value, count, self.keeps_positions)
-        order = real.cumsum(dim=1)[:, None, :, None].expand(-1, heads, -1, -1).int()
-        position = None if line.position is None else line.position[:, None, :, None].expand_as(order).int()
-        score = cast(Tensor, line.score).masked_fill(~real[:, None, :, None], NEVER)
-        # Ages become the order of leaving, which does not change.
-        kept = kept._replace(age=1 - kept.age, score=kept.score.masked_fill(kept.age == 0, NEVER))
-        keys = kept.followed_by(Kept(line.key, line.value, score, order, position))
-        part, displaced, is_displaced, last = self._exact_part(inputs, keys, real, length)
-        taken, far, order = keys.at(displaced), is_displaced[:, 0], order[:, :, :length]
-        age, key = (order - taken.age).masked_fill(~far[:, None, :, None], 0), taken.key
-        if self.shift is not None:
-            key = self.shift(accumulated(key), -cast(Tensor, taken.position).squeeze(-1))
-        is_empty, ages = last.score == NEVER, order[:, :, -1:] - last.age + 1
-        last = last._replace(score=last.score.masked_fill(is_empty, 0.0), age=ages.masked_fill(is_empty, 0))
-        return part, key, taken.value, age, far, tuple(x for x in last if x is not None)
-
-    def _exact_part(
-        self, inputs: MechanismInputs, keys: Kept, real: Tensor, length: int
-    ) -> tuple[Part, Tensor, Tensor, Kept]:
-        """The part of the kept keys, which key is displaced before each query, whether one is, and what is kept then.
-
-        `keys` are M that were kept, and then those that leave the window before each query. Queries and these fill
-        whole chunks, of which the first `length` count.
-        """
-        count, (batch, heads, total, _) = self.num_exact_keys, keys.score.shape
-        size, score, own = chunk_size(length), keys.score.squeeze(-1), None
-        numbers = inputs.attention_mask if inputs.is_packed else None
-        if numbers is not None:
-            own = F.pad(torch.where(real, numbers, 0), (count, 0))[:, None].expand(-1, heads, -1)
-            following = torch.cat((numbers[:, size::size], numbers[:, length - 1 : length]), dim=1)
-        starts = kept_at_chunks(score, count, size, None if own is None else (own, following))
-        new = torch.arange(count, total, dtype=torch.long, device=real.device).view(1, 1, -1, size)
-        found = torch.cat((starts[:, :, :-1], new.expand(batch, heads, -1, -1)), dim=3)
-        packed = None
-        if own is not None and numbers is not None:
-            packed = own.gather(2, found.flatten(2)).view_as(found), numbers[:, None].unflatten(2, (-1, size))
-        choice = choose(score.gather(2, found.flatten(2)).view_as(found), found, count, packed)
-        output, log_size = self._kept_part(inputs, keys.at(choice.places), choice.kept)
-        displaced, is_displaced = (x.flatten(2)[:, :, :length] for x in (choice.displaced, choice.is_displaced))
-        part = output[:, :, :, :length], log_size[:, :, :, :length]
-        return part, displaced, is_displaced, keys.at(starts[:, :, -1])
-
-    def _kept_part(self, inputs: MechanismInputs, keys: Kept, kept: Tensor) -> Part:
-        """The part of the keys `kept [B, Hkv, K, C, n]`."""
-        heads, query, positions = keys.key.shape[1], inputs.query, inputs.positions
-        far = None
-        move = None if positions is None else self.move_to_kept(positions)
-        if move is not None and self.to_kept is not None:
-            place = cast(Tensor, keys.position).squeeze(-1)
-            gap = cast(Tensor, positions)[:, None].unflatten(2, (kept.shape[2], -1)).unsqueeze(-1)
-            moved = self.to_kept(query, move).unflatten(1, (heads, -1))
-            moved_keys = self.to_kept(keys.key.flatten(2, 3), -place.flatten(2)).unflatten(2, place.shape[2:])
-            far = moved, moved_keys, gap - place.unsqueeze(3) >= cast(int, self.trained_length)
-        return part_of(query.unflatten(1, (heads, -1)), keys, kept, inputs.scaling, far)
-
-    def move_to_kept(self, positions: Tensor) -> Tensor | None:
-        """By how many positions queries move to the trained length; None if none is beyond it."""
-        if self.to_kept is None or self.trained_length is None:
-            return None
-        last = self.trained_length - 1
-        if positions.device.type == "cpu" and is_eager(positions) and int(positions.max()) <= last:
-            return None
-        return last - positions
+        far_sums, *old = sums or (None,)
+        tokens = Leaving(
+            *(inputs.query, line.key, line.value, cast(Tensor, line.score), mask > 0),
+            *(inputs.positions, line.position, numbers),
+        )
+        turned = self.shift, self.to_kept, self.trained_length or 0
+        part, gone, last = attend_to_kept(tokens, old, self.num_exact_keys, inputs.scaling, *turned)
+        far = gone.is_there if numbers is None else torch.where(gone.is_there, numbers, -numbers)
+        far_part, far_sums = self._far_part(inputs, gone.key, gone.value, far, far_sums, gone.age)
+        return [far_part, part], (far_sums, *(x for x in last if x is not None))
 
     def sums_behind(self, inputs: MechanismInputs, line: Line, mask: Tensor, sums: Tensor | None) -> Tensor | None:
         """The sums of `parts_behind` alone."""
@@ -330,11 +282,26 @@ class HybridAttention(HybridOptions, WindowAttention):
         return state_after(features_of, accumulated(key), line.value, mask, sums, log_features=True, size=key.shape[2])
 
     def _at_once(
-        self, inputs: MechanismInputs, line: Line, sinks: tuple[Tensor, ...], seen: Tensor, sums: Tensor | None
-    ) -> tuple[Tensor, Tensor | None] | None:
+        self, inputs: MechanismInputs, line: Line, sinks: tuple[Tensor, ...], seen: Tensor, sums: Any
+    ) -> tuple[Tensor, Any] | None:
+        query, features = inputs.query, self.feature_map.num_features
         if not self._is_plain or not self.joins_at_once:
             return None
-        return implemented("hybrid", self, inputs, line, sinks, seen, sums)
+        if not implemented("takes_hybrid", query, line.key, line.value, line.kind, features):
+            return None
+        kernel_map = self.feature_map.kernel_map(inputs.scaling)
+        if kernel_map is None:
+            return None
+        far_sums, *kept = sums if isinstance(sums, tuple) else (sums,)
+        turns, has_scores = self.turns, line.score is not None
+        given: Any = (
+            *(query, line.key, line.value, line.kind, *sinks, seen, None if self.decay is None else self.decay()),
+            *(far_sums, *kernel_map.key, kernel_map.query.weight, *self.mix.kernel_parameters()),
+            *(*kept, *[None] * (5 - len(kept)), line.score, inputs.positions if turns[0] else None, line.position),
+            *(kernel_map.function, self.window_size, inputs.scaling, *turns, self.num_exact_keys * has_scores),
+        )
+        output, new = implemented("hybrid", HybridArguments(*given))
+        return output, new if has_scores else new[0]
 
     def _joined(self, exact: Part, behind: list[Part], inputs: MechanismInputs) -> Tensor:
         if not self.uses_far:
@@ -343,18 +310,6 @@ class HybridAttention(HybridOptions, WindowAttention):
             exact, behind = join(exact, behind[-1]), behind[:-1]
         norm = half_squared_norm(inputs.query, inputs.scaling).unflatten(1, (exact[0].shape[1], -1))
         return self.mix(exact, behind, norm)
-
-
-def _in_whole_chunks(inputs: MechanismInputs, line: Line, real: Tensor) -> tuple[MechanismInputs, Line, Tensor]:
-    """All of these with padding at the right end, so that chunks of exact keys have one size."""
-    length = inputs.query.shape[2]
-    missing = 0 if is_free(length) else -length % chunk_size(length)
-    if not missing:
-        return inputs, line, real
-    rows = (inputs.positions, inputs.attention_mask)
-    positions, mask = (None if x is None else F.pad(x, (0, missing)) for x in rows)
-    inputs = inputs._replace(query=F.pad(inputs.query, (0, 0, 0, missing)), positions=positions, attention_mask=mask)
-    return inputs, line.padded(0, missing), F.pad(real, (0, missing))
 
 
 class JointMix(nn.Module):

@@ -69,19 +69,6 @@ class RotaryShift:
         moved, moved_too = (a * cos - b * sin).to(x.dtype), (a * sin + b * cos).to(x.dtype)
         return torch.cat((kept, moved, kept_too, moved_too, rest), dim=-1)
 
-    @property
-    def pairs(self) -> tuple[int, int, int]:
-        """The columns of the pairs that move: the first one, the step from pair to pair, the distance in a pair."""
-        half = len(self.rotary.inverse_frequencies)
-        return (2 * self.first, 2, 1) if self.rotary.is_interleaved else (self.first, 1, half)
-
-    def table(self, tokens: Tensor) -> Tensor | None:
-        """The cosines and then the sines `[B, N, 2 R]` that move R pairs by `tokens [B, N]`; None if no pair moves."""
-        if self.first >= len(self.rotary.inverse_frequencies):
-            return None
-        angle = tokens.unsqueeze(-1).float() * self.frequencies(tokens)
-        return torch.cat((angle.cos(), angle.sin()), dim=-1)
-
 
 def needs_rotary(settings: Mapping[str, Any]) -> bool:
     """Whether a mechanism with these settings has to know how its layers rotate queries and keys."""

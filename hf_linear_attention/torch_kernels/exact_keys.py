@@ -5,19 +5,20 @@ Scores are given and do not change, so a key that has once been displaced never 
 token depends on nothing that follows it. Of two equal scores the earlier key has the larger one. Each key that leaves
 the window displaces one: another key that was kept, or itself.
 
-Axes: B batch, Hkv key/value heads, G query heads per key/value head, N keys that leave the window one by one, M kept
-keys, K chunks of C steps, D head dimension. Key t leaves the window before query t.
+Axes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N keys that leave the window one by one, M kept keys, K
+chunks of C steps, D head dimension. Key t leaves the window before query t.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import EMPTY_MAXIMUM, accumulation_dtype, is_free, needs_plain
+from .blocks import EMPTY_MAXIMUM, accumulated, accumulation_dtype, is_eager, is_free, needs_plain
 from .causal import gradients_with_graph
 from .window import FLUSHED, LOWEST_EXPONENT, Part, weights_of
 
@@ -140,6 +141,121 @@ def kept_at_chunks(score: Tensor, count: int, size: int, numbers: tuple[Tensor, 
 def _best(score: Tensor, place: Tensor, count: int) -> list[Tensor]:
     score, order = by_score(score)
     return [score[..., :count], place.gather(-1, order[..., :count])]
+
+
+class Leaving(NamedTuple):
+    """Queries, and the keys of which one leaves the window before each of them."""
+
+    query: Tensor  # [B, H, N, D]
+    key: Tensor  # [B, Hkv, N, D]
+    value: Tensor  # [B, Hkv, N, D]
+    score: Tensor  # [B, Hkv, N, 1]
+    real: Tensor  # bool [B, N], False where no key leaves
+    position: Tensor | None = None  # [B, N] of queries
+    key_position: Tensor | None = None  # [B, N]
+    numbers: Tensor | None = None  # [B, N], the packed sequences of queries, see `MechanismInputs.attention_mask`
+
+    def in_whole_chunks(self) -> Leaving:
+        """With padding at the right end, so that chunks of exact keys have one size."""
+        length = self.query.shape[2]
+        missing = 0 if is_free(length) else -length % chunk_size(length)
+        if not missing:
+            return self
+        rows = (F.pad(x, (0, 0, 0, missing)) for x in self[:4])
+        return Leaving(*rows, *(None if x is None else F.pad(x, (0, missing)) for x in self[4:]))  # type: ignore
+
+
+class Displaced(NamedTuple):
+    """The key that is displaced before each query; it is far from then on."""
+
+    key: Tensor  # [B, Hkv, N, D], as the feature map sees it
+    value: Tensor  # [B, Hkv, N, D]
+    age: Tensor  # [B, Hkv, N, 1], how many keys have left the window since
+    is_there: Tensor  # bool [B, N]
+
+
+# Moves keys to other positions, as `positions.rotary.RotaryShift` does.
+Shift = Callable[[Tensor, Tensor], Tensor]
+
+
+def attend_to_kept(
+    tokens: Leaving,
+    old: Sequence[Tensor],
+    count: int,
+    scaling: float,
+    shift: Shift | None = None,
+    to_kept: Shift | None = None,
+    trained_length: int = 0,
+) -> tuple[Part, Displaced, Kept]:
+    """The part of the exact keys, those that they displace, and what is kept in the end.
+
+    Args:
+        old: the tensors of `Kept` before the first query; none for no keys.
+        count: M.
+        shift: takes back what the feature map must not see, by minus the position of a key.
+        to_kept: moves queries and keys; those farther away than `trained_length` are compared at that distance.
+    """
+    length, heads = tokens.query.shape[2], tokens.key.shape[1]
+    tokens = tokens.in_whole_chunks()
+    kept = Kept(*old) if old else Kept.nothing(tokens.key, tokens.value, count, tokens.key_position is not None)
+    real = tokens.real[:, None, :, None]
+    order = tokens.real.cumsum(dim=1)[:, None, :, None].expand(-1, heads, -1, -1).int()
+    position = tokens.key_position
+    position = None if position is None else position[:, None, :, None].expand_as(order).int()
+    score = tokens.score.masked_fill(~real, NEVER)
+    # Ages become the order of leaving, which does not change.
+    kept = kept._replace(age=1 - kept.age, score=kept.score.masked_fill(kept.age == 0, NEVER))
+    keys = kept.followed_by(Kept(tokens.key, tokens.value, score, order, position))
+    starts, choice = _choice_of(tokens, keys.score.squeeze(-1), count, length)
+    output, size = _kept_part(tokens, keys.at(choice.places), choice.kept, scaling, to_kept, trained_length)
+    displaced, is_displaced = (x.flatten(2)[:, :, :length] for x in (choice.displaced, choice.is_displaced))
+    last = keys.at(starts[:, :, -1])
+    taken, is_there, order = keys.at(displaced), is_displaced[:, 0], order[:, :, :length]
+    age, key = (order - taken.age).masked_fill(~is_there[:, None, :, None], 0), taken.key
+    if shift is not None:
+        key = shift(accumulated(key), -cast(Tensor, taken.position).squeeze(-1))
+    is_empty, ages = last.score == NEVER, order[:, :, -1:] - last.age + 1
+    last = last._replace(score=last.score.masked_fill(is_empty, 0.0), age=ages.masked_fill(is_empty, 0))
+    part = output[:, :, :, :length], size[:, :, :, :length]
+    return part, Displaced(key, taken.value, age, is_there), last
+
+
+def _choice_of(tokens: Leaving, score: Tensor, count: int, length: int) -> tuple[Tensor, Choice]:
+    """What `kept_at_chunks` returns, and the choice in each chunk, of `score [B, Hkv, M + K C]` of `length` queries."""
+    size, own, numbers, real = chunk_size(length), None, tokens.numbers, tokens.real
+    batch, heads, total = score.shape
+    if numbers is not None:
+        own = F.pad(torch.where(real, numbers, 0), (count, 0))[:, None].expand(-1, heads, -1)
+        following = torch.cat((numbers[:, size::size], numbers[:, length - 1 : length]), dim=1)
+    starts = kept_at_chunks(score, count, size, None if own is None else (own, following))
+    new = torch.arange(count, total, dtype=torch.long, device=real.device).view(1, 1, -1, size)
+    found = torch.cat((starts[:, :, :-1], new.expand(batch, heads, -1, -1)), dim=3)
+    packed = None
+    if own is not None and numbers is not None:
+        packed = own.gather(2, found.flatten(2)).view_as(found), numbers[:, None].unflatten(2, (-1, size))
+    return starts, choose(score.gather(2, found.flatten(2)).view_as(found), found, count, packed)
+
+
+def _kept_part(
+    tokens: Leaving, keys: Kept, kept: Tensor, scaling: float, to_kept: Shift | None, trained_length: int
+) -> Part:
+    """The part of the keys `kept [B, Hkv, K, C, n]`."""
+    heads, query, position = keys.key.shape[1], tokens.query, tokens.position
+    far = None
+    if to_kept is not None and position is not None and is_beyond(position, trained_length):
+        place = cast(Tensor, keys.position).squeeze(-1)
+        farthest = (position - trained_length)[:, None].unflatten(2, (kept.shape[2], -1)).unsqueeze(-1)
+        moved = to_kept(query, trained_length - 1 - position).unflatten(1, (heads, -1))
+        moved_keys = to_kept(keys.key.flatten(2, 3), -place.flatten(2)).unflatten(2, place.shape[2:])
+        far = moved, moved_keys, place.unsqueeze(3) <= farthest
+    return part_of(query.unflatten(1, (heads, -1)), keys, kept, scaling, far)
+
+
+def is_beyond(position: Tensor, trained_length: int) -> bool:
+    """Whether a query may be beyond the trained length; True where asking costs too much."""
+    if position.device.type != "cpu" or not is_eager(position):
+        return True
+    return bool(position.numel()) and int(position.max()) >= trained_length
 
 
 def part_of(

@@ -65,7 +65,7 @@ def test_a_compiled_layer_is_a_small_graph(name, in_parts, monkeypatch):
     for graphs, most in ((recorded.graphs, 1), (recorded.fw_graphs, 1), (recorded.bw_graphs, 2)):
         assert len(graphs) == 1
         assert len(graphs[0].graph.nodes) <= most * MOST_NODES[name]
-    kernels = ["attention", "window_attention"] if in_parts else ["joint_attention"]
+    kernels = ["attention", "window_attention"] if in_parts else ["hybrid"]
     kernels = kernels if name == "hybrid" else ["gated_delta" if name == "gated_delta" else "attention"]
     assert kernels_in(recorded.fw_graphs[0]) == kernels
     assert kernels_in(recorded.bw_graphs[0]) == [f"{kernel}_backward" for kernel in kernels]

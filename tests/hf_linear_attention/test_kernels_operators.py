@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "native"))
 import fuzz  # in another folder of tests, which pytest imports by their paths
 
 
-HAVE_GRADIENTS = ("attention", "window_attention", "joint_attention", "gated_delta")
+HAVE_GRADIENTS = ("attention", "window_attention", "hybrid", "gated_delta")
 
 
 class Recorder(TorchDispatchMode):

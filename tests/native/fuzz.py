@@ -31,14 +31,15 @@ from operators import OPERATORS
 from poison import poisoned_allocations
 
 from hf_linear_attention.kernels import cpu as kernels_cpu
-from hf_linear_attention.kernels import hybrid as kernels_hybrid
+from hf_linear_attention.kernels import window as kernels_window
 from hf_linear_attention.kernels.cpu import KernelBackend, takes_attention
 from hf_linear_attention.mechanisms.base import Rotary
 from hf_linear_attention.positions.rotary import RotaryShift
 from hf_linear_attention.torch_kernels import attention as kernels
 from hf_linear_attention.torch_kernels import delta as kernels_delta_torch
-from hf_linear_attention.torch_kernels.blocks import EMPTY_MAXIMUM, EXP, HEDGEHOG, Affine, KernelMap
+from hf_linear_attention.torch_kernels.blocks import EMPTY_MAXIMUM, EXP, Affine, KernelMap
 from hf_linear_attention.torch_kernels.exact_keys import Kept
+from hf_linear_attention.torch_kernels.hybrid import HybridArguments
 from hf_linear_attention.torch_kernels.window import (
     NearKeys,
     SinkKeys,
@@ -56,7 +57,7 @@ ATTENTION = (
     *("query", "key", "value", "key_mask", "log_decay", "state"),
     *("key_weight", "key_bias", "key_norm", "query_weight"),
 )
-JOINT = kernels_hybrid.HybridArguments._fields[: kernels_hybrid.TENSORS]
+HYBRID = HybridArguments._fields[: HybridArguments._fields.index("function")]
 WINDOW = ("query", "key", "value", "visible", "sink_key", "sink_value", "seen", "sink_query")
 
 
@@ -146,7 +147,7 @@ def window(t, options, constants):
 def window_both_ways(t, options, constants):
     """The operator, or in float64 the same keys with padding at both ends."""
     tensors = [t.get(name) for name in WINDOW]
-    attend = kernels_hybrid._window_in_torch if "is_exact" in constants else OPERATORS.window_attention
+    attend = kernels_window._window_in_torch if "is_exact" in constants else OPERATORS.window_attention
     return seen_part(*attend(*tensors, options["scaling"], options["window"]))
 
 
@@ -156,97 +157,70 @@ def seen_part(output, size, largest):
     return [output, size.masked_fill(~is_seen, 0.0), largest.detach().masked_fill(~is_seen, 0.0)]
 
 
-def joint(t, options, constants):
-    """The operator, or in float64 what it stands for."""
-    how = (options[name] for name in ("function", "window", "scaling", "pairs", "pairs"))
-    given = kernels_hybrid.HybridArguments(*(t.get(name) for name in JOINT), *how)
-    output, *_, state = (
-        kernels_hybrid.plain_joint(given) if "is_exact" in constants else OPERATORS.joint_attention(*given)
-    )
-    return [output, *comparable(constants, options["function"], None, None, None, state)]
+def arguments_of(t, options):
+    how = (options[name] for name in ("function", "window", "scaling"))
+    return HybridArguments(*(t.get(name) for name in HYBRID), *how, *options["turns"], options["number"])
 
 
-def exact(t, options, constants):
+def hybrid(t, options, constants):
     """The operator, or in float64 what it stands for."""
-    how = (options[name] for name in ("function", "window", "scaling", "pairs", "pairs"))
-    given = kernels_hybrid.HybridArguments(*(t.get(name) for name in JOINT), *how)
-    others = kernels_hybrid.Exact(
-        *(t.get(name) for name in ("score", "position", "key_position")),
-        *options["turns"],
-        [t[name] for name in KEPT if name in t],
-        options["number"],
-    )
+    given = arguments_of(t, options)
     if "is_exact" in constants:
-        output, state, *kept = exact_in_torch(given, others)
+        output, state, *kept = hybrid_in_float64(given)
     else:
-        output, state, *kept = OPERATORS.exact_attention(*given, *others)
+        output, _, _, state, *kept = OPERATORS.hybrid(*given)
+        kept = kept[: (4 + ("position" in t)) * ("score" in t)]
     return [output, *comparable(constants, options["function"], None, None, None, state), *kept]
 
 
-def exact_keys(t, options, constants):
-    """The operator with its gradients, or in float64 what it stands for."""
-    query, key, value, visible, score, place = (t.get(name) for name in SPECIFICATIONS["exact_keys"])
-    turns, number, scaling = options["turns"][:3], options["number"], options["scaling"]
-    if "is_exact" not in constants:
-        others = visible, score.detach(), place, *turns, number, scaling
-        output, size, *found = kernels_hybrid._ExactKeys.apply(query, key, value, others, None)
-        return [output, size.masked_fill(size < EMPTY_MAXIMUM / 2, 0.0), *found]
-    given = kernels_hybrid.HybridArguments(
-        query, key, value, visible, *[None] * 14, EXP, 0, scaling, (0, 1, 0), (0, 1, 0)
-    )
-    exact = kernels_hybrid.Exact(score, None, place, *turns, 0, (), number)
-    new = [key, value, score.detach(), torch.zeros(score.shape).int()]
-    new += [] if place is None else [place[:, None, :, None].expand_as(score)]
-    rows = [torch.cat((x.new_zeros(*x.shape[:2], number, x.shape[3]), x), dim=2) for x in new]
-    gone, ages, _, seen, kept, kept_age = chosen(rows, visible, number)
-    far_key, far_value, *_, position = at_places(rows, gone)
-    if turns[1] < len(turns[0]):
-        far_key = RotaryShift(Rotary(tuple(turns[0]), turns[2]), turns[1])(far_key, -position[..., 0].long())
-    output, size = part_of_kept(given, exact, rows, seen)
-    last = at_places(rows, kept)
-    last[2:4] = last[2].masked_fill(kept_age.unsqueeze(3) == 0, 0.0), kept_age.unsqueeze(3)
-    return [output, size.masked_fill(size < EMPTY_MAXIMUM / 2, 0.0), far_key, far_value, ages.unsqueeze(3), *last]
-
-
-def exact_in_torch(given, exact):
-    """`plain_joint` with the keys that are kept, and far keys that come when they are displaced."""
-    (first, num_far), number, query = given.ranges, exact.number, given.query
-    (batch, heads), score = given.key.shape[:2], exact.score[:, :, : given.ranges[1]]
-    nothing = Kept.nothing(given.key, given.value, number, exact.key_position is not None)
-    old = exact.kept or [x for x in nothing if x is not None]
-    near = kernels_hybrid.plain_near(given)
-    if not num_far:
-        state = query.new_zeros(
-            batch, heads, given.query_weight.shape[-1] * (1 + (given.function == HEDGEHOG)), given.value.shape[3] + 2
-        )
-        state[..., -1] = EMPTY_MAXIMUM
-        return [near[0].flatten(1, 2).transpose(1, 2), state, *old]
-    new = [given.key[:, :, :num_far], given.value[:, :, :num_far], score, torch.zeros(score.shape).int()]
-    if exact.key_position is not None:
-        new.append(exact.key_position[:, None, :num_far, None].expand(-1, heads, -1, -1))
-    rows = [torch.cat(pair, dim=2) for pair in zip(old, new)]
+def hybrid_in_float64(given):
+    """One part after the other, where keys are far when they leave the window or what is kept."""
+    (first, num_far), number, query = given.ranges, given.num_exact_keys, given.query
+    heads = given.key.shape[1]
+    hidden, near = given.shifts[0], near_part(given)
+    nothing = Kept.nothing(given.key, given.value, number, given.key_position is not None)
+    rows = list(given.kept or [x for x in nothing if x is not None])
+    if num_far:
+        score = torch.zeros(()) if given.score is None else given.score[:, :, :num_far].detach()
+        score = score.expand(*given.key.shape[:2], num_far, 1)
+        new = [given.key[:, :, :num_far], given.value[:, :, :num_far], score, torch.zeros(score.shape).int()]
+        if given.key_position is not None:
+            new.append(given.key_position[:, None, :num_far, None].expand(-1, heads, -1, -1))
+        rows = [torch.cat(pair, dim=2) for pair in zip(rows, new)]
     gone, ages, is_gone, seen, kept, kept_age = chosen(rows, given.visible[:, :num_far], number)
     key, value, *_, place = at_places(rows, gone)
-    if exact.first_turned < len(exact.frequencies):
-        rotary = Rotary(tuple(exact.frequencies), exact.is_interleaved)
-        key = RotaryShift(rotary, exact.first_turned)(key, -place[..., 0].long())
-    far_query = query if given.query_turn is None else kernels_hybrid._turn(query, given.query_turn, given.pairs)
+    far_query = query if hidden is None else hidden(query, -given.position.long())
+    if hidden is not None:
+        key = hidden(key, -place[..., 0].long())
     maps = Affine(given.query_weight), Affine(given.key_weight, given.key_bias, given.key_norm)
     feature_map = KernelMap(given.function, *maps)
     exponents = [feature_map.features(x, y) for x, y in zip((far_query[:, :, first:], key), maps)]
     decay = torch.zeros(heads) if given.log_decay is None else given.log_decay
     exponents[1] = exponents[1] + decay[:, None, None] * ages.unsqueeze(3)
-    is_gone = is_gone[:, 0]  # all heads have as many keys
-    far = (*exponents, value, is_gone, given.log_decay, given.state, *[None] * 4, EXP, True)
+    far = (*exponents, value, is_gone[:, 0], given.log_decay, given.state, *[None] * 4, EXP, True)  # as in all heads
     far, total, scale, state = kernels.in_torch(*far, plain=True)
     half = query.square().sum(dim=-1, keepdim=True) * (given.scaling / 2)
     add = (given.log_scale[:, None, None] - given.norm_weight[:, None, None] * half).unflatten(1, (heads, -1))
-    size = log_size(total, scale) + add[:, :, :, first:]
-    later = join(tuple(x[:, :, :, first:] for x in near), (far, size), part_of_kept(given, exact, rows, seen))
+    parts = [(far, log_size(total, scale) + add[:, :, :, first:])]
+    if number:
+        parts.append(part_of_kept(given, rows, seen))
+    later = join(tuple(x[:, :, :, first:] for x in near), *parts)
     output = torch.cat((near[0][:, :, :, :first], later[0]), dim=3)
-    last = at_places(rows, kept)
-    last[2:4] = last[2].masked_fill(kept_age.unsqueeze(3) == 0, 0.0), kept_age.unsqueeze(3)
+    last = at_places(rows, kept) if number else []
+    last[2:4] = [last[2].masked_fill(kept_age.unsqueeze(3) == 0, 0.0), kept_age.unsqueeze(3)] if number else []
     return [output.flatten(1, 2).transpose(1, 2), state, *last]
+
+
+def near_part(given):
+    """The part of window and sinks."""
+    missing, place, moved = given.window - 1 - given.before, given.position, None
+    key, value = (torch.nn.functional.pad(x, (0, 0, missing, 0)) for x in (given.key, given.value))
+    if given.shifts[1] is not None and place is not None:
+        place = place.long()
+        moved = given.shifts[1](given.query, place.clamp(max=given.trained_length - 1) - place)
+    visible = torch.nn.functional.pad(given.visible, (missing, 0))
+    sinks = given.sink_key, given.sink_value, given.seen, moved
+    return plain_window(given.query, key, value, visible, *sinks, given.scaling)[:2]
 
 
 def at_places(rows, places):
@@ -280,16 +254,13 @@ def chosen(rows, real, number):
     return gone, ages, is_gone, seen, kept, torch.tensor(kept_age, dtype=torch.int32).view(kept.shape)
 
 
-def part_of_kept(given, exact, rows, seen):
+def part_of_kept(given, rows, seen):
     """The part of the keys `rows` that each query sees."""
-    first, trained_length = given.ranges[0], exact.trained_length
+    first, trained_length, shift = given.ranges[0], given.trained_length, given.shifts[1]
     query, heads = given.scaling * given.query[:, :, first:], given.key.shape[1]
     logits = query.unflatten(1, (heads, -1)) @ rows[0].unsqueeze(2).mT
-    if trained_length and exact.frequencies:
-        shift, position = (
-            RotaryShift(Rotary(tuple(exact.frequencies), exact.is_interleaved)),
-            exact.position[:, first:].long(),
-        )
+    if shift is not None:
+        position = given.position[:, first:].long()
         moved = shift(query, trained_length - 1 - position).unflatten(1, (heads, -1))
         distant = moved @ shift(rows[0], -rows[4][..., 0].long()).unsqueeze(2).mT
         position = position[:, None, :, None]
@@ -308,32 +279,28 @@ def slots(t, options, constants):
     return [slot_attention(t["query"], t["key"], t["value"], t.get("visible"), options["scaling"])]
 
 
-def hybrid(t, options, constants):
+def hybrid_step(t, options, constants):
     """The operator, or in float64 what it stands for."""
-    names = [name for name in SPECIFICATIONS["hybrid"] if name not in (*HYBRID_STATE, "log_scale", "norm_weight")]
+    names = [name for name in SPECIFICATIONS["hybrid_step"] if name not in (*HYBRID_STATE, "log_scale", "norm_weight")]
     given, state = [t.get(name) for name in names], [t[name] for name in HYBRID_STATE if name in t]
-    others = t.get("log_scale"), t.get("norm_weight"), *options["turns"], options["function"], options["scaling"]
-    if "is_exact" not in constants:
-        *new, parts = OPERATORS.hybrid_step(*given, state, *others)
+    others = t["log_scale"], t["norm_weight"], *options["turns"], options["function"], options["scaling"]
+    if "is_exact" in constants:
+        output, *new = step_in_float64(t, *others)
+    else:
+        output, *new = OPERATORS.hybrid_step(*given, state, *others)
         written = [x.clone(memory_format=torch.contiguous_format) for x in state]
         again = OPERATORS.hybrid_step_(*given, written, *others, None)
-        for functional, in_place in zip((*new, parts), (*written, again)):
+        for functional, in_place in zip((output, *new), (again, *written)):
             torch.testing.assert_close(in_place, functional, rtol=0, atol=0, equal_nan=True)
         check_rows(state, lambda blocks, rows: OPERATORS.hybrid_step_(*given, blocks, *others, rows))
-        (batch, heads), kv_heads, width = t["query"].shape[:2], t["key"].shape[1], t["value"].shape[-1]
-        columns = (width, 1, 1, width, 1)
-        found = parts.split_with_sizes([batch * heads * n for n in columns])
-        new += [x.view(batch, kv_heads, heads // kv_heads, 1, n) for x, n in zip(found, columns)]
-    else:
-        new = hybrid_in_torch(t, *others)
-    *others, near, near_size, largest, far, far_size = new
-    sums = comparable(constants, EXP, None, None, None, others.pop(0))
-    sizes = [x.masked_fill(x < EMPTY_MAXIMUM / 2, 0.0) for x in (near_size, largest, far_size)]
-    return [*sums, *others, near, *sizes, far]
+    sums = comparable(constants, EXP, None, None, None, new.pop(0))
+    if "score" in t:  # where there is no key, it may be any
+        new[2] = new[2].masked_fill(new[3] == 0, 0.0)
+    return [output, *sums, *new]
 
 
-def hybrid_in_torch(t, log_scale, norm_weight, frequencies, first, is_interleaved, trained_length, function, scaling):
-    """The new state, and the parts of the output."""
+def step_in_float64(t, log_scale, norm_weight, frequencies, first, is_interleaved, trained_length, function, scaling):
+    """The output, and the new state."""
     query, key, value, sums, kind = (t[name] for name in ("query", "key", "value", "sums", "kind"))
     rotary, position, ordinary = Rotary(tuple(frequencies), is_interleaved), t.get("position"), kind[:, :1] == 1
     gone, kept, is_far = kept_and_gone(t, ordinary)
@@ -363,13 +330,11 @@ def hybrid_in_torch(t, log_scale, norm_weight, frequencies, first, is_interleave
     far, total = far.unflatten(2, (groups, 1)).split_with_sizes((value.shape[-1], 1), dim=-1)
     far, far_size = far / total.masked_fill(total == 0, 1.0), log_size(total, scale)
     sinks, near = near_in_torch(t, kept, rotary, trained_length, scaling)
-    output, size, largest = near
-    if log_scale is not None:
-        half = query.square().sum(dim=-1, keepdim=True) * scaling / 2
-        add = (log_scale[:, None, None] - norm_weight[:, None, None] * half).unflatten(1, (kv_heads, groups))
-        output, _ = join((output, size), (far, far_size + add))
+    half = query.square().sum(dim=-1, keepdim=True) * scaling / 2
+    add = (log_scale[:, None, None] - norm_weight[:, None, None] * half).unflatten(1, (kv_heads, groups))
+    output = join(near[:2], (far, far_size + add))[0].flatten(1, 2).transpose(1, 2)
     kept = [x for name, x in zip(KEPT, kept) if name in t]
-    return [new_sums, *kept, *sinks, output, size, largest, far, far_size]
+    return [output, new_sums, *kept, *sinks]
 
 
 def kept_and_gone(t, ordinary):
@@ -443,14 +408,13 @@ def elu(t, options, constants):
 
 
 ENTRIES = {
-    **{"attention": map_attention, "features": features, "step": step, "window": window, "joint": joint},
-    **{"exact": exact, "exact_keys": exact_keys, "window_both_ways": window_both_ways},
-    **{"slots": slots, "hybrid": hybrid, "elu": elu, "delta": delta, "delta_by_feature": delta},
+    **{"attention": map_attention, "features": features, "step": step, "window": window},
+    **{"hybrid": hybrid, "hybrid_step": hybrid_step, "window_both_ways": window_both_ways},
+    **{"slots": slots, "elu": elu, "delta": delta, "delta_by_feature": delta},
     **{"delta_step": delta, "delta_step_by_feature": delta},
 }
-HAVE_GRADIENTS = ("attention", "features", "window", "window_both_ways", "joint", "delta", "delta_by_feature")
-HAVE_GRADIENTS += ("exact_keys",)
-ONLY_IN_C = ("hybrid", "joint", "exact", "exact_keys", "elu")
+HAVE_GRADIENTS = ("attention", "features", "window", "window_both_ways", "hybrid", "delta", "delta_by_feature")
+ONLY_IN_C = ("elu",)
 
 
 class Fuzzer:
@@ -528,10 +492,10 @@ class Fuzzer:
 
 def is_beyond_torch(call: Call, library: Any) -> bool:
     """Whether torch computes exponents with a decay of more than float32 holds: it loses keys beside older ones."""
-    if call.entry in ("joint", "exact") and spread_of_keys(call) > 700:
+    if call.entry == "hybrid" and spread_of_keys(call) > 700:
         return True  # e^-700 is the least that float64 holds: the reference loses far keys beside larger ones
     decay = call.clean.get("log_decay")
-    if call.options["function"] < EXP or call.entry == "hybrid" or decay is None or decay.min() > -60:
+    if call.options["function"] < EXP or call.entry == "hybrid_step" or decay is None or decay.min() > -60:
         return False
     query, key, value, mask = (call.clean.get(name) for name in ATTENTION[:4])
     return library is None or not takes_attention(query, key, value, mask, 1)
@@ -540,9 +504,9 @@ def is_beyond_torch(call: Call, library: Any) -> bool:
 def spread_of_keys(call: Call) -> float:
     """The largest minus the smallest exponent of the far keys' features, over the tokens of a head."""
     t = {name: widened(x) for name, x in call.clean.items()}
-    key = t["key"]
-    if t.get("key_turn") is not None:
-        key = kernels_hybrid._turn(key, t["key_turn"], call.options["pairs"])
+    key, hidden = t["key"], arguments_of(t, call.options).shifts[0]
+    if hidden is not None:
+        key = hidden(key, -t["key_position"].long())
     exponents = key @ t["key_weight"]
     if t.get("key_norm") is not None:
         exponents = exponents - t["key_norm"] * key.square().sum(-1, keepdim=True) * (call.options["scaling"] / 2)

@@ -2,7 +2,7 @@
 
 Axes as letters, see SPECIFICATIONS: B batch, H and K query and key/value heads, N queries, S keys, D and E head
 dimensions, W that of the values, C columns of an affine map, F features, P places of a window, w of a state, s sinks, M
-exact keys, L rows of keys with those before the first query, T columns of a table of angles.
+exact keys, L rows of keys with those before the first query.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ SPECIFICATIONS = {
     "step": axes("query:BH1F key:BK1F value:BK1W state:BKFV log_decay:K"),
     "window": axes(f"query:BHND key:BKPD value:BKPW visible:BP {SINKS} sink_query:BHND"),
     "window_both_ways": axes(f"query:BHND key:BKND value:BKNW visible:BN {SINKS} sink_query:BHND"),
-    "joint": axes(
-        f"query:BHND key:BKLD value:BKLW visible:BL {SINKS} query_turn:bNT key_turn:bLT sink_turn:bNT log_decay:K "
-        f"state:BKFV {AFFINE} log_scale:H norm_weight:H"
+    "hybrid": axes(
+        f"query:BHND key:BKLD value:BKLW visible:BL {SINKS} log_decay:K state:BKFV {AFFINE} log_scale:H norm_weight:H "
+        "kept_key:BKMD kept_value:BKMW kept_score:BKM1 kept_age:BKM1 kept_position:BKM1 score:BKL1 position:BN "
+        "key_position:BL"
     ),
     "slots": axes("query:BHND key:BKSD value:BKSW visible:bkS"),
-    "hybrid": axes(
+    "hybrid_step": axes(
         "query:BH1E key:BK1E value:BK1W score:B1K slope:K position:B1 key_weight:KEC key_bias:K1C key_norm:K11 "
         "query_weight:HEC log_decay:K log_scale:H norm_weight:H sums:BKFV kept_key:BKME kept_value:BKMW "
         "kept_score:BKM1 kept_age:BKM1 kept_position:BKM1 window_key:BKwE window_value:BKwW kind:Bw sink_key:BKsE "
@@ -45,18 +46,12 @@ SPECIFICATIONS = {
     "delta": axes("query:BHNF key:BKNF value:BKNW log_decay:BKN beta:BKN key_mask:BN state:BKFW"),
     "delta_step": axes("query:BH1F key:BK1F value:BK1W log_decay:BK1 beta:BK1 state:BKFW"),
     "elu": axes("x:BHND"),
-    "exact_keys": axes("query:BHND key:BKND value:BKNW visible:BN score:BKN1 position:BN"),
-}
-SPECIFICATIONS["exact"] = {
-    **{name: of for name, of in SPECIFICATIONS["joint"].items() if name != "key_turn"},
-    **{"score": "BKL1", "position": "BN", "key_position": "BL"},
-    **dict(zip(KEPT, ("BKMD", "BKMW", "BKM1", "BKM1", "BKM1"))),
 }
 SPECIFICATIONS |= {  # a decay per feature
     "delta_by_feature": SPECIFICATIONS["delta"] | {"log_decay": "BKNF"},
     "delta_step_by_feature": SPECIFICATIONS["delta_step"] | {"log_decay": "BK1F"},
 }
-OPTIONAL = ("key_mask", "log_decay", "state", "sink_query", "query_turn", "sink_turn")
+OPTIONAL = ("key_mask", "log_decay", "state", "sink_query")
 MASKS = ("key_mask", "visible", "seen")
 HYBRID_STATE = ("sums", *KEPT, "window_key", "window_value", "kind", "sink_key", "sink_value", "num_seen")
 HYBRID_STATE += ("window_position", "window_score")
@@ -106,12 +101,6 @@ def rows_of(x: torch.Tensor, kind: str, function: int, std: float) -> torch.Tens
     return x * (min(std, 4) if function == ELU_PLUS_ONE else std)  # float32 and so elu1 end at exp(-87)
 
 
-def angles(x: torch.Tensor) -> torch.Tensor:
-    """The cosines and then the sines of the first half of the columns."""
-    first = 3 * x.chunk(2, dim=-1)[0]
-    return torch.cat((first.cos(), first.sin()), dim=-1)
-
-
 class Maker:
     """Makes calls from one seed."""
 
@@ -150,61 +139,47 @@ class Maker:
 
     def call(self) -> Call:
         """The next one; of three, one does not fit."""
-        weights = {"attention": 9, "features": 3, "step": 3, "window": 5, "slots": 4, "hybrid": 3, "elu": 1, "delta": 5}
-        weights |= {"delta_by_feature": 3, "delta_step": 1, "delta_step_by_feature": 1, "joint": 5, "exact": 3}
-        weights |= {"window_both_ways": 4, "exact_keys": 4}
+        weights = {"attention": 9, "features": 3, "step": 3, "window": 5, "window_both_ways": 4, "slots": 4}
+        weights |= {"hybrid": 12, "hybrid_step": 3, "elu": 1}
+        weights |= {"delta": 5, "delta_by_feature": 3, "delta_step": 1, "delta_step_by_feature": 1}
         kind = self.random.choices(list(weights), weights.values())[0]
-        is_causal = (
-            kind in ("step", "hybrid", "joint", "exact", "exact_keys") or kind.startswith("delta") or self.chance(0.6)
-        )
+        is_causal = kind in ("step", "hybrid", "hybrid_step") or kind.startswith("delta") or self.chance(0.6)
         options: dict[str, Any] = {"function": self.pick((EXP, PLAIN, HEDGEHOG, ELU_PLUS_ONE)), "is_causal": is_causal}
         if kind in ("features", "step"):
             options["function"] = self.random.choice((PLAIN, EXP))
-        if kind in ("joint", "exact", "hybrid"):
+        if kind in ("hybrid", "hybrid_step"):
             options["function"] = self.random.choice((EXP, EXP, HEDGEHOG))
         if kind.startswith("delta"):
             options |= {"function": PLAIN, "erases": self.chance(0.7)}
         options["scaling"], sizes = self.random.choice((0.1, 0.3, 1.0)), self.sizes(kind, is_causal)
         self.is_packed = is_causal and self.chance(0.07)
         names = self.given(kind, is_causal, options["function"])
-        if kind in ("joint", "exact"):
-            self.arrange_joint(names, sizes, options)
-        if kind in ("exact", "exact_keys", "hybrid"):
-            options["turns"] = self.turns(sizes["E" if kind == "hybrid" else "D"], "position" in names)
-            options["number"] = sizes["M"]
+        if kind == "hybrid":
+            sizes |= {"B": max(1, sizes["B"]), "N": max(1, sizes["N"])}
+            options["window"] = self.pick((1, 2, 5, 8, 20, 32, 33, 34, 64, 65))
+            sizes["L"] = sizes["N"] + options["window"] * ("state" in names or self.chance(0.3))
+        if kind in ("hybrid", "hybrid_step"):
+            options["turns"] = self.turns(sizes["D" if kind == "hybrid" else "E"], "position" in names)
+            options["number"] = sizes["M"] * ("score" in names)
         if kind == "window_both_ways":
             options["window"], sizes["N"] = self.pick((1, 2, 5, 16, 17, 33, 70)), max(1, sizes["N"])
         function, is_affine = options["function"], "key_weight" in names
         columns = sizes["C"] if is_affine else sizes["D"]
-        if kind in ("attention", "joint", "exact", "hybrid"):
+        if kind in ("attention", "hybrid", "hybrid_step"):
             sizes["F"] = columns * (1 + (function == HEDGEHOG))
-        sizes["V"] = sizes["W"] + 1 + (kind == "hybrid" or function >= EXP)
+        sizes["V"] = sizes["W"] + 1 + (kind == "hybrid_step" or function >= EXP)
         shapes = {name: self.shape(SPECIFICATIONS[kind][name], sizes) for name in names}
-        dtypes = self.random.choice(
-            DTYPES[: -1 if kind in ("hybrid", "joint", "exact", "exact_keys") else None]
-        )  # no float64, C alone computes it
+        # Scores and what C alone computes are never float64.
+        dtypes = self.random.choice(DTYPES[: -1 if kind in ("hybrid", "hybrid_step") else None])
         tensors = self.contents(kind, shapes, dtypes, options, is_affine)
-        tensors = {name: angles(x) if name.endswith("_turn") else x for name, x in tensors.items()}
         misfit = self.spoil(kind, tensors, options, sizes) if self.chance(1 / 3) else ""
         expanded = {} if misfit else self.expand(tensors)
         clean = dict(tensors)
         if not misfit and not {"key", "value"} & set(expanded):
             self.hide(tensors, kind)
         wanted = [name for name, x in tensors.items() if x is not None and x.is_floating_point() and self.chance(0.7)]
-        wanted = [name for name in wanted if not name.endswith("_turn")]  # constants
+        wanted = [name for name in wanted if not (kind == "hybrid" and name.endswith("score"))]  # constants
         return Call(kind, tensors, clean, options, wanted, misfit, expanded)
-
-    def arrange_joint(self, names: list[str], sizes: dict[str, int], options: dict[str, Any]) -> None:
-        """A window, the keys before the first query, and which pairs of columns are turned."""
-        window, pairs = self.pick((1, 2, 5, 8, 20, 32, 33, 34, 64, 65)), sizes["D"] // 2
-        sizes |= {"B": max(1, sizes["B"]), "N": max(1, sizes["N"])}
-        sizes["L"] = sizes["N"] + window * ("state" in names or self.chance(0.3))
-        if "query_turn" not in names or not pairs:
-            names[:] = [name for name in names if name not in ("query_turn", "key_turn", "sink_turn")]
-        count = self.random.randint(1, max(1, pairs))
-        start, sizes["T"] = self.random.randint(0, max(0, pairs - count)), 2 * count
-        options["pairs"] = (start, 1, pairs) if self.chance(0.6) else (2 * start, 2, 1)
-        options["window"] = window
 
     def turns(self, dim: int, has_positions: bool) -> tuple[list[float], int, bool, int]:
         """Frequencies of rotary pairs, how many the map sees, whether pairs are interleaved, and a trained length."""
@@ -226,13 +201,11 @@ class Maker:
             names.append("state")
         if kind == "slots" and self.chance(0.4):
             names.remove("visible")
-        if kind == "hybrid" and self.chance(0.5):
-            names = [name for name in names if name not in ("log_scale", "norm_weight")]
-        if kind == "hybrid" and self.chance(0.4):
+        if kind in ("hybrid", "hybrid_step") and self.chance(0.4):
             names = [name for name in names if name not in ("score", "slope", "window_score", *KEPT)]
-        if kind in ("hybrid", "exact", "exact_keys") and self.chance(0.4):
+        if kind in ("hybrid", "hybrid_step") and self.chance(0.4):
             names = [name for name in names if "position" not in name]
-        if kind == "exact" and "state" not in names:
+        if kind == "hybrid" and "state" not in names:
             names = [name for name in names if name not in KEPT]
         return names
 
@@ -261,17 +234,18 @@ class Maker:
                 x = x.abs() * (0 if name == "key_norm" and options["function"] < EXP else 0.1)
             elif name == "log_decay":
                 x = torch.tensor(DECAYS)[torch.randint(0, len(DECAYS), shape, generator=self.generator)]
-                least = -0.9 if kind == "exact" else self.random.choice((-0.1, -300.0)) if len(shape) > 1 else -300.0
+                least = self.random.choice((-0.1, -300.0)) if len(shape) > 1 else -300.0
+                least = -0.9 if kind == "hybrid" and "score" in shapes else least
                 x = x.clamp(min=least)  # near 0: reads far back
             elif name == "beta":
                 x = torch.rand(shape, generator=self.generator)
             elif name in ("state", "sums"):
-                x = self.state(shape, kind == "hybrid" or options["function"] >= EXP, std)
+                x = self.state(shape, kind == "hybrid_step" or options["function"] >= EXP, std)
             elif name in MASKS:
                 x = self.mask(name, shape)
             elif name in PLACES and name not in by_name:
                 x = self.place(name, shape)
-                if kind == "exact" and name == "kept_age":  # all heads have as many keys
+                if kind == "hybrid" and name == "kept_age":  # all heads have as many keys
                     x = x[:, :1].expand(shape).clone()
             x = x.to(by_name[name]) if name in by_name else x
             is_double = dtypes[2] == torch.float64 and x.dtype == torch.float32
@@ -284,7 +258,7 @@ class Maker:
             numbers = (0, 1, 3, 50, -1, -(2**63), 2**63 - 1, 2**31)
             return torch.tensor([[self.random.choice(numbers)] for _ in range(shape[0])]).view(shape).long()
         most = {"kind": 3, "kept_age": 4}.get(name) or 3 * name.endswith("score") or self.pick((60, 2**31 - 1))
-        least = -5 if name.endswith("position") else -2 if name.endswith("score") else 0
+        least = -2 if name.endswith("score") else 0
         dtype = torch.float32 if name.endswith("score") else torch.int8 if name == "kind" else torch.int32
         return torch.randint(least, most, shape, generator=self.generator).to(dtype)
 
@@ -309,7 +283,6 @@ class Maker:
     def expand(self, tensors) -> dict[str, int]:
         expanded = {name: self.random.randrange(x.ndim) for name, x in tensors.items() if self.chance(0.04)}
         expanded = {name: axis for name, axis in expanded.items() if name not in ("state", "sums") or axis < 3}
-        expanded = {name: axis for name, axis in expanded.items() if not name.endswith("_turn") or axis < 2}
         for name, axis in expanded.items():
             x = tensors[name]
             tensors[name] = x.narrow(axis, 0, min(1, x.shape[axis])).expand(x.shape).clone()
@@ -332,7 +305,7 @@ class Maker:
 
     def spoil_size(self, kind: str, tensors, options, sizes) -> str:
         base = {"V": "W", "F": "C" if "key_weight" in tensors else "D", "b": "B", "k": "K", "h": "H"}
-        base = base if kind in ("attention", "joint", "exact", "hybrid") else base | {"F": "F"}
+        base = base if kind in ("attention", "hybrid", "hybrid_step") else base | {"F": "F"}
         base |= {"S": "N"} if options["is_causal"] and kind in ("attention", "features") else {}
         specification = {name: SPECIFICATIONS[kind][name] for name in tensors}
         letters = [base.get(letter, letter) for text in specification.values() for letter in text if letter != "h"]
@@ -342,8 +315,6 @@ class Maker:
         for name, text in specification.items():
             for axis, letter in enumerate(text):
                 of = base.get(letter, letter)
-                if name == "sink_turn" and letter == "T":  # another number of pairs, which is allowed
-                    continue
                 if letter in "1VT" or letters.count(of) > 1 - (letter == "H" and sizes["K"] > 1):
                     found.append((name, axis, letter))
         name, axis, letter = self.random.choice(found)
@@ -384,7 +355,7 @@ class Maker:
         wrong |= {"key_mask": torch.float32, "visible": torch.uint8, "seen": torch.int64, "value": torch.int64}
         wrong |= (
             {"window_key": torch.float16, "sink_value": torch.float64, "kept_age": torch.int64, "score": torch.bfloat16}
-            if kind == "hybrid"
+            if kind == "hybrid_step"
             else {}
         )
         name = self.random.choice([name for name in tensors if name in wrong] or [""])

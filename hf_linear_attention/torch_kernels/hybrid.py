@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of `hybrid` to window, sinks, exact and far keys in one sum: its arguments, and its form in torch.
+
+           sinks           far, some exact            window
+    keys   0 1 2 3 | 4 5 ......... i - w | i - w + 1 ..... i
+
+Axes: B batch, H query heads, Hkv key/value heads, N queries, L rows of keys, D head_dim, F features, W head dimension
+of the values, s sinks, w tokens of a window, M exact keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..mechanisms.base import Rotary
+from ..mechanisms.window import ORDINARY, SINK
+from ..positions.rotary import RotaryShift
+from .attention import in_torch
+from .blocks import EXP, Affine, KernelMap, accumulated, zero_where_masked
+from .exact_keys import Leaving, attend_to_kept
+from .window import Part, join, log_size, plain_window
+
+
+class HybridArguments(NamedTuple):
+    """The arguments of the operator `hybrid`: tensors, then numbers.
+
+    `key` has N rows, one for each query, or `window` rows more, of tokens before the first query; only then can there
+    be a `state` of still older tokens. `visible` is False where a key belongs neither to the window nor to the keys
+    behind it. A far key weighs exp(log_scale - norm_weight scaling |q|^2 / 2) phi(q)·phi(k), all others exp(scaling
+    q·k).
+
+    Rotary embedding has turned the pairs of columns of queries and keys by `frequencies` and their positions. The
+    feature map does not see the turns from pair `first_turned` on; if there are any, keys need positions. From
+    `trained_length` on (0: never) sinks and exact keys are compared as far away as at most there.
+
+    With `num_exact_keys` = M above 0, of the keys that have left the window the M with the largest `score` are exact
+    (see `exact_keys`), and only the others are far. The tensors of `Kept` come with a `state`.
+    """
+
+    query: Tensor  # [B, H, N, D]
+    key: Tensor  # [B, Hkv, L, D]
+    value: Tensor  # [B, Hkv, L, W]
+    visible: Tensor  # [B, L] bool
+    sink_key: Tensor  # [B, Hkv, s, D]
+    sink_value: Tensor  # [B, Hkv, s, W]
+    seen: Tensor  # [B, N, s] bool
+    log_decay: Tensor | None  # [Hkv]
+    state: Tensor | None  # [B, Hkv, F, W + 2]
+    key_weight: Tensor  # see `torch_kernels.blocks.KernelMap`
+    key_bias: Tensor | None
+    key_norm: Tensor | None
+    query_weight: Tensor
+    log_scale: Tensor  # [H]
+    norm_weight: Tensor  # [H]
+    kept_key: Tensor | None = None  # [B, Hkv, M, D], see `Kept` for these
+    kept_value: Tensor | None = None
+    kept_score: Tensor | None = None
+    kept_age: Tensor | None = None
+    kept_position: Tensor | None = None
+    score: Tensor | None = None  # [B, Hkv, L, 1] float32
+    position: Tensor | None = None  # [B, N] int32
+    key_position: Tensor | None = None  # [B, L] int32
+    function: int = EXP
+    window: int = 1
+    scaling: float = 1.0
+    frequencies: Sequence[float] = ()
+    first_turned: int = 0
+    is_interleaved: bool = False
+    trained_length: int = 0
+    num_exact_keys: int = 0
+
+    @property
+    def before(self) -> int:
+        """The number of keys before the first query."""
+        return self.key.shape[2] - self.query.shape[2]
+
+    @property
+    def ranges(self) -> tuple[int, int]:
+        """The first query that some key has left, and the number of keys that leave the window of some query."""
+        length = self.query.shape[2]
+        first = min(self.window - self.before, length)
+        return first, length - first
+
+    def far(self) -> tuple[Any, ...]:
+        """The arguments of the operator `attention` for the keys that leave the window, and the queries behind them."""
+        first, num_far = self.ranges
+        key, value, mask = self.key[:, :, :num_far], self.value[:, :, :num_far], self.visible[:, :num_far]
+        affine = self.key_weight, self.key_bias, self.key_norm, self.query_weight
+        return self.query[:, :, first:], key, value, mask, self.log_decay, self.state, *affine, self.function, True
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """The tensors of `Kept`, without what is None."""
+        return tuple(x for x in self[15:20] if x is not None)
+
+    @property
+    def shifts(self) -> tuple[RotaryShift | None, RotaryShift | None]:
+        """What takes back the turns that the map does not see, and what moves to within the trained length."""
+        rotary = Rotary(tuple(self.frequencies), self.is_interleaved)
+        hidden = RotaryShift(rotary, self.first_turned) if self.first_turned < len(self.frequencies) else None
+        return hidden, RotaryShift(rotary) if self.frequencies and self.trained_length else None
+
+
+def hybrid_in_torch(given: HybridArguments) -> list[Tensor]:
+    """What the operator computes, in plain torch operations that torch can differentiate twice.
+
+    Returns:
+        The output `[B, N, H, W]` in the accumulation dtype; the state after the keys that have left the window of the
+        last query; with exact keys, the tensors of `Kept` then.
+    """
+    query, length, kv_heads = accumulated(given.query), given.query.shape[2], given.key.shape[1]
+    (hidden, to_last), missing = given.shifts, given.window - given.before
+    visible = F.pad(given.visible, (missing, 0))  # key t leaves the window before query t
+    key, value = (F.pad(accumulated(x), (0, 0, missing, 0)) for x in (given.key, given.value))
+    key, value = (zero_where_masked(x, visible) for x in (key, value))
+    near = _near_part(given, query, key, value, visible, to_last)
+    far_query, (key, value, visible) = query, (key[:, :, :length], value[:, :, :length], visible[:, :length])
+    place = None if given.key_position is None else F.pad(given.key_position, (missing, 0))[:, :length]
+    if hidden is not None:
+        far_query = hidden(query, -cast(Tensor, given.position))
+    age, kept = None, cast("tuple[Tensor | None, ...]", ())
+    if given.score is not None:
+        score = F.pad(given.score.detach(), (0, 0, missing, 0))[:, :, :length]
+        tokens = Leaving(query, key, value, score, visible, given.position, place)
+        how: Any = (given.num_exact_keys, given.scaling, hidden, to_last, given.trained_length)
+        part, gone, last = attend_to_kept(tokens, given.kept, *how)
+        near, (key, value, age, visible) = join(near, part), gone
+        kept = last._replace(key=last.key.to(given.key.dtype), value=last.value.to(given.value.dtype))
+    elif hidden is not None:
+        key = hidden(key, -cast(Tensor, place))
+    maps = Affine(given.query_weight), Affine(given.key_weight, given.key_bias, given.key_norm)
+    feature_map = KernelMap(given.function, *maps)
+    exponents = [feature_map.features(*pair) for pair in zip((far_query, key), maps)]
+    if age is not None and given.log_decay is not None:
+        exponents[1] = exponents[1] + given.log_decay.to(key.dtype)[:, None, None] * age
+    scale: Any  # not None, because the features are given as logarithms
+    sums: Any = (visible, given.log_decay, given.state, None, None, None, None, EXP, True)
+    far, total, scale, state = in_torch(exponents[0], exponents[1], value, *sums, plain=True)
+    half = query.square().sum(dim=-1, keepdim=True) * (given.scaling / 2)
+    log_scale, norm = (x.to(query.dtype)[:, None, None] for x in (given.log_scale, given.norm_weight))
+    far_size = log_size(total, scale) + (log_scale - norm * half).unflatten(1, (kv_heads, -1))
+    output = join(near, (far, far_size))[0].flatten(1, 2).transpose(1, 2)
+    return [output, state, *(x for x in kept if x is not None)]
+
+
+def _near_part(
+    given: HybridArguments, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, to_last: RotaryShift | None
+) -> Part:
+    """The part of window and sinks."""
+    to_sinks = None
+    if to_last is not None and given.position is not None:
+        to_sinks = to_last(query, given.position.clamp(max=given.trained_length - 1) - given.position)
+    sinks = given.sink_key, given.sink_value, given.seen, to_sinks
+    output, size, _ = plain_window(query, key[:, :, 1:], value[:, :, 1:], visible[:, 1:], *sinks, given.scaling)
+    return output, size
+
+
+class StepArguments(NamedTuple):
+    """The arguments of the operator `hybrid_step`: one new real token, and the state that it changes.
+
+    The oldest token of the window moves to the exact keys or to the far sums. With exact keys the score of token n
+    (counted from 1) is `score` + n `slope`. See `HybridArguments` for positions; the map is one for inputs scaled by
+    sqrt(scaling), with one matrix per head.
+    """
+
+    query: Tensor  # [B, H, 1, D]
+    key: Tensor  # [B, Hkv, 1, D]
+    value: Tensor  # [B, Hkv, 1, W]
+    score: Tensor | None  # [B, 1, Hkv] float32
+    slope: Tensor | None  # [Hkv] float32
+    position: Tensor | None  # [B, 1] int32
+    key_weight: Tensor  # [Hkv, D, columns], see `KernelMap`
+    key_bias: Tensor | None
+    key_norm: Tensor | None
+    query_weight: Tensor
+    log_decay: Tensor | None  # [Hkv]
+    state: Sequence[Tensor]  # see `WindowState.stored`
+    log_scale: Tensor  # [H]
+    norm_weight: Tensor  # [H]
+    frequencies: Sequence[float]
+    first_turned: int
+    is_interleaved: bool
+    trained_length: int
+    function: int
+    scaling: float
+
+
+def hybrid_step_in_torch(given: StepArguments) -> tuple[Tensor, list[Tensor]]:
+    """What the operator computes: `hybrid_in_torch` of one query, and the window moved on by its token.
+
+    Returns:
+        The output `[B, 1, H, W]` in the accumulation dtype, and the tensors of the new state.
+    """
+    has_scores, has_places = given.score is not None, len(given.state) in (8, 14)
+    number = (4 + has_places) * has_scores
+    sums, kept, window = given.state[0], given.state[1 : 1 + number], given.state[1 + number :]
+    old_key, old_value, old_kind, sink_key, sink_value, num_seen, *others = window
+    place = torch.arange(sink_key.shape[2], dtype=torch.long, device=num_seen.device)
+    here, kind = (place == num_seen)[:, None, :, None], torch.where(num_seen < len(place), SINK, ORDINARY)
+    sink_key, sink_value = torch.where(here, given.key, sink_key), torch.where(here, given.value, sink_value)
+    key, value = torch.cat((old_key, given.key), dim=2), torch.cat((old_value, given.value), dim=2)
+    kind, num_seen = torch.cat((old_kind, kind.to(old_kind.dtype)), dim=1), num_seen + 1
+    score = position = None
+    if given.score is not None and given.slope is not None:
+        own = given.score.mT.unsqueeze(3) + given.slope[:, None, None] * num_seen[:, None, None].float()
+        score = torch.cat((others[-1], own), dim=2)
+    if has_places:
+        position = torch.cat((others[0], cast(Tensor, given.position)), dim=1)
+    norm = None if given.key_norm is None else given.key_norm * given.scaling
+    root, seen = given.scaling**0.5, (place < num_seen)[:, None]
+    arguments: Any = (
+        *(given.query, key, value, kind == ORDINARY, sink_key, sink_value, seen, given.log_decay, sums),
+        *(given.key_weight * root, given.key_bias, norm, given.query_weight * root, given.log_scale, given.norm_weight),
+        *(*kept, *[None] * (5 - number), score, given.position, position, given.function, old_key.shape[2]),
+        *(given.scaling, *given[14:18], kept[0].shape[2] if kept else 0),
+    )
+    output, sums, *kept = hybrid_in_torch(HybridArguments(*arguments))
+    state = [sums, *kept, key[:, :, 1:], value[:, :, 1:], kind[:, 1:], sink_key, sink_value, num_seen]
+    state += [] if position is None else [position[:, 1:]]
+    return output, state + ([] if score is None else [score[:, :, 1:]])
