@@ -20,9 +20,10 @@ from torch import Tensor
 from ..torch_kernels.blocks import EMPTY_MAXIMUM, EXP, accumulation_dtype, needs_plain
 from ..torch_kernels.causal import gradients_with_graph
 from ..torch_kernels.exact_keys import Kept
-from ..torch_kernels.hybrid import HybridArguments, hybrid_in_torch
 from .checks import check_attention, check_needed, check_results, check_shape, check_turns
 from .cpu import NOT_TURNED, attend, differentiate, in_large_pages, run_attention, takes, takes_attention
+from .hybrid_arguments import HybridArguments
+from .hybrid_in_torch import hybrid_in_torch
 from .operators import (
     Operator,
     arguments_of_map,
@@ -59,8 +60,8 @@ def takes_hybrid(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, fea
     return not needs_plain(query) and takes_attention(query, key, value, visible, features)
 
 
-def hybrid(given: HybridArguments) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The operator, for tensors of which `takes_hybrid` is true.
+def hybrid(arguments: Sequence[Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The operator for the `HybridArguments`, of which `takes_hybrid` is true.
 
     Returns:
         The output `[B, H, N, W]` in the accumulation dtype, and the new tensors of the state.
@@ -68,6 +69,7 @@ def hybrid(given: HybridArguments) -> tuple[Tensor, tuple[Tensor, ...]]:
     Raises:
         ValueError: if the shapes, dtypes or devices do not match.
     """
+    given = HybridArguments._make(arguments)
     output, _, _, *state = OPERATORS.hybrid(*given)
     count = 1 if given.score is None else 5 + (given.key_position is not None)
     return output.transpose(1, 2), tuple(state[:count])

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ..torch_kernels.blocks import EXP, HEDGEHOG, with_dtype
-from ..torch_kernels.hybrid import StepArguments, hybrid_step_in_torch
 from .checks import check_blocks, check_heads, check_rows, check_shape, check_turns
 from .cpu import STEP_NUMBERS, run_step, takes, takes_step, without_dispatcher
+from .hybrid_arguments import StepArguments
+from .hybrid_in_torch import hybrid_step_in_torch
 from .operators import Operator, register
 
 
@@ -43,14 +44,14 @@ PLACES: dict[int, tuple[int | None, ...]] = {
 takes_hybrid_step = functools.partial(takes_step, in_graphs=True)
 
 
-def hybrid_step(given: StepArguments, in_place: bool, rows: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output `[B, 1, H, W]` and the new state, for tensors of which `takes_hybrid_step` is true."""
-    state = given.state
+def hybrid_step(given: Sequence[Any], in_place: bool, rows: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output `[B, 1, H, W]` and the new state for `StepArguments`, of which `takes_hybrid_step` is true."""
+    state = given[STEP_STATE]
     if in_place:
         output = without_dispatcher(OPERATORS.hybrid_step_, _hybrid_step_)(*given, rows)
     else:
         output, *state = without_dispatcher(OPERATORS.hybrid_step, _hybrid_step)(*given)
-    return with_dtype(output, given.query.dtype), tuple(state)
+    return with_dtype(output, given[0].dtype), tuple(state)
 
 
 def _hybrid_step(*arguments: Any) -> list[Tensor]:

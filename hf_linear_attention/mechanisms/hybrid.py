@@ -34,7 +34,6 @@ from ..positions.rotary import LearnedDecay, RotaryShift, decay_of, rotary_shift
 from ..torch_kernels.attention import makes_features, map_attention, state_after
 from ..torch_kernels.blocks import EXP, KernelMap, accumulated, is_eager, sized_step, with_dtype
 from ..torch_kernels.exact_keys import Kept, Leaving, attend_to_kept
-from ..torch_kernels.hybrid import HybridArguments, StepArguments
 from ..torch_kernels.implementations import implemented
 from ..torch_kernels.window import Part, join, joined_output, log_size
 from .base import LayerShape, MechanismInputs, State
@@ -141,7 +140,8 @@ class HybridAttention(HybridOptions, WindowAttention):
             return None
         return self._step_in_torch(inputs, old) if bool((old.kind == ORDINARY).all()) else None
 
-    def _step_arguments(self, inputs: MechanismInputs, old: WindowState) -> StepArguments:
+    def _step_arguments(self, inputs: MechanismInputs, old: WindowState) -> tuple[Any, ...]:
+        """The `StepArguments` of the kernels."""
         gates, positions, kernel_map = inputs.gates, inputs.positions, self.feature_map.unscaled_map()
         # Under autocast, rotary positions make queries and keys float32, whereas values remain bfloat16.
         key, value = with_dtype(inputs.key, old.key.dtype), with_dtype(inputs.value, old.value.dtype)
@@ -154,7 +154,7 @@ class HybridAttention(HybridOptions, WindowAttention):
             *(*kernel_map.key, kernel_map.query.weight, log_decay, list(old.stored), *self.mix.kernel_parameters()),
             *(*turns, kernel_map.function, inputs.scaling),
         )
-        return StepArguments._make(given)
+        return given
 
     def far_rows(self, query: Tensor, old: WindowState, positions: Any) -> tuple[Tensor, Tensor]:
         """The query, and the key that leaves the window, as the feature map sees them."""
@@ -294,13 +294,13 @@ class HybridAttention(HybridOptions, WindowAttention):
             return None
         far_sums, *kept = sums if isinstance(sums, tuple) else (sums,)
         turns, has_scores = self.turns, line.score is not None
-        given: Any = (
+        given = (  # `HybridArguments` of the kernels
             *(query, line.key, line.value, line.kind, *sinks, seen, None if self.decay is None else self.decay()),
             *(far_sums, *kernel_map.key, kernel_map.query.weight, *self.mix.kernel_parameters()),
             *(*kept, *[None] * (5 - len(kept)), line.score, inputs.positions if turns[0] else None, line.position),
             *(kernel_map.function, self.window_size, inputs.scaling, *turns, self.num_exact_keys * has_scores),
         )
-        output, new = implemented("hybrid", HybridArguments(*given))
+        output, new = implemented("hybrid", given)
         return output, new if has_scores else new[0]
 
     def _joined(self, exact: Part, behind: list[Part], inputs: MechanismInputs) -> Tensor:

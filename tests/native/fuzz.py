@@ -33,13 +33,13 @@ from poison import poisoned_allocations
 from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.kernels import window as kernels_window
 from hf_linear_attention.kernels.cpu import KernelBackend, takes_attention
+from hf_linear_attention.kernels.hybrid_arguments import HybridArguments
 from hf_linear_attention.mechanisms.base import Rotary
 from hf_linear_attention.positions.rotary import RotaryShift
 from hf_linear_attention.torch_kernels import attention as kernels
 from hf_linear_attention.torch_kernels import delta as kernels_delta_torch
 from hf_linear_attention.torch_kernels.blocks import EMPTY_MAXIMUM, EXP, Affine, KernelMap
 from hf_linear_attention.torch_kernels.exact_keys import Kept
-from hf_linear_attention.torch_kernels.hybrid import HybridArguments
 from hf_linear_attention.torch_kernels.window import (
     NearKeys,
     SinkKeys,

@@ -1,109 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of `hybrid` to window, sinks, exact and far keys in one sum: its arguments, and its form in torch.
+"""The operators of `hybrid` in plain torch operations, where no kernel takes their tensors and for second derivatives.
 
-           sinks           far, some exact            window
-    keys   0 1 2 3 | 4 5 ......... i - w | i - w + 1 ..... i
-
-Axes: B batch, H query heads, Hkv key/value heads, N queries, L rows of keys, D head_dim, F features, W head dimension
-of the values, s sinks, w tokens of a window, M exact keys.
+Axes: B batch, H query heads, N queries, W head dimension of the values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..mechanisms.base import Rotary
 from ..mechanisms.window import ORDINARY, SINK
 from ..positions.rotary import RotaryShift
-from .attention import in_torch
-from .blocks import EXP, Affine, KernelMap, accumulated, zero_where_masked
-from .exact_keys import Leaving, attend_to_kept
-from .window import Part, join, log_size, plain_window
-
-
-class HybridArguments(NamedTuple):
-    """The arguments of the operator `hybrid`: tensors, then numbers.
-
-    `key` has N rows, one for each query, or `window` rows more, of tokens before the first query; only then can there
-    be a `state` of still older tokens. `visible` is False where a key belongs neither to the window nor to the keys
-    behind it. A far key weighs exp(log_scale - norm_weight scaling |q|^2 / 2) phi(q)·phi(k), all others exp(scaling
-    q·k).
-
-    Rotary embedding has turned the pairs of columns of queries and keys by `frequencies` and their positions. The
-    feature map does not see the turns from pair `first_turned` on; if there are any, keys need positions. From
-    `trained_length` on (0: never) sinks and exact keys are compared as far away as at most there.
-
-    With `num_exact_keys` = M above 0, of the keys that have left the window the M with the largest `score` are exact
-    (see `exact_keys`), and only the others are far. The tensors of `Kept` come with a `state`.
-    """
-
-    query: Tensor  # [B, H, N, D]
-    key: Tensor  # [B, Hkv, L, D]
-    value: Tensor  # [B, Hkv, L, W]
-    visible: Tensor  # [B, L] bool
-    sink_key: Tensor  # [B, Hkv, s, D]
-    sink_value: Tensor  # [B, Hkv, s, W]
-    seen: Tensor  # [B, N, s] bool
-    log_decay: Tensor | None  # [Hkv]
-    state: Tensor | None  # [B, Hkv, F, W + 2]
-    key_weight: Tensor  # see `torch_kernels.blocks.KernelMap`
-    key_bias: Tensor | None
-    key_norm: Tensor | None
-    query_weight: Tensor
-    log_scale: Tensor  # [H]
-    norm_weight: Tensor  # [H]
-    kept_key: Tensor | None = None  # [B, Hkv, M, D], see `Kept` for these
-    kept_value: Tensor | None = None
-    kept_score: Tensor | None = None
-    kept_age: Tensor | None = None
-    kept_position: Tensor | None = None
-    score: Tensor | None = None  # [B, Hkv, L, 1] float32
-    position: Tensor | None = None  # [B, N] int32
-    key_position: Tensor | None = None  # [B, L] int32
-    function: int = EXP
-    window: int = 1
-    scaling: float = 1.0
-    frequencies: Sequence[float] = ()
-    first_turned: int = 0
-    is_interleaved: bool = False
-    trained_length: int = 0
-    num_exact_keys: int = 0
-
-    @property
-    def before(self) -> int:
-        """The number of keys before the first query."""
-        return self.key.shape[2] - self.query.shape[2]
-
-    @property
-    def ranges(self) -> tuple[int, int]:
-        """The first query that some key has left, and the number of keys that leave the window of some query."""
-        length = self.query.shape[2]
-        first = min(self.window - self.before, length)
-        return first, length - first
-
-    def far(self) -> tuple[Any, ...]:
-        """The arguments of the operator `attention` for the keys that leave the window, and the queries behind them."""
-        first, num_far = self.ranges
-        key, value, mask = self.key[:, :, :num_far], self.value[:, :, :num_far], self.visible[:, :num_far]
-        affine = self.key_weight, self.key_bias, self.key_norm, self.query_weight
-        return self.query[:, :, first:], key, value, mask, self.log_decay, self.state, *affine, self.function, True
-
-    @property
-    def kept(self) -> tuple[Tensor, ...]:
-        """The tensors of `Kept`, without what is None."""
-        return tuple(x for x in self[15:20] if x is not None)
-
-    @property
-    def shifts(self) -> tuple[RotaryShift | None, RotaryShift | None]:
-        """What takes back the turns that the map does not see, and what moves to within the trained length."""
-        rotary = Rotary(tuple(self.frequencies), self.is_interleaved)
-        hidden = RotaryShift(rotary, self.first_turned) if self.first_turned < len(self.frequencies) else None
-        return hidden, RotaryShift(rotary) if self.frequencies and self.trained_length else None
+from ..torch_kernels.attention import in_torch
+from ..torch_kernels.blocks import EXP, Affine, KernelMap, accumulated, zero_where_masked
+from ..torch_kernels.exact_keys import Leaving, attend_to_kept
+from ..torch_kernels.window import Part, join, log_size, plain_window
+from .hybrid_arguments import HybridArguments, StepArguments
 
 
 def hybrid_in_torch(given: HybridArguments) -> list[Tensor]:
@@ -158,36 +73,6 @@ def _near_part(
     sinks = given.sink_key, given.sink_value, given.seen, to_sinks
     output, size, _ = plain_window(query, key[:, :, 1:], value[:, :, 1:], visible[:, 1:], *sinks, given.scaling)
     return output, size
-
-
-class StepArguments(NamedTuple):
-    """The arguments of the operator `hybrid_step`: one new real token, and the state that it changes.
-
-    The oldest token of the window moves to the exact keys or to the far sums. With exact keys the score of token n
-    (counted from 1) is `score` + n `slope`. See `HybridArguments` for positions; the map is one for inputs scaled by
-    sqrt(scaling), with one matrix per head.
-    """
-
-    query: Tensor  # [B, H, 1, D]
-    key: Tensor  # [B, Hkv, 1, D]
-    value: Tensor  # [B, Hkv, 1, W]
-    score: Tensor | None  # [B, 1, Hkv] float32
-    slope: Tensor | None  # [Hkv] float32
-    position: Tensor | None  # [B, 1] int32
-    key_weight: Tensor  # [Hkv, D, columns], see `KernelMap`
-    key_bias: Tensor | None
-    key_norm: Tensor | None
-    query_weight: Tensor
-    log_decay: Tensor | None  # [Hkv]
-    state: Sequence[Tensor]  # see `WindowState.stored`
-    log_scale: Tensor  # [H]
-    norm_weight: Tensor  # [H]
-    frequencies: Sequence[float]
-    first_turned: int
-    is_interleaved: bool
-    trained_length: int
-    function: int
-    scaling: float
 
 
 def hybrid_step_in_torch(given: StepArguments) -> tuple[Tensor, list[Tensor]]:
