@@ -96,7 +96,7 @@ def _slope(first: tuple[int, float], second: tuple[int, float]) -> float:
 def _errors(
     model: PreTrainedModel, modules: Sequence[Any], batches: Iterable[Mapping[str, Any]], counts: Sequence[int]
 ) -> list[list[float]]:
-    sums = {module: torch.zeros(len(counts) + 1, dtype=torch.float64) for module in modules}
+    sums = {module: torch.zeros(len(counts) + 1, dtype=torch.float64, device="cpu") for module in modules}
 
     def add(seen: ObservedAttention) -> None:
         if seen.module not in sums:
