@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..features.maps import ExpFeatureMap
 from ..mechanisms.base import MechanismInputs, State
 from ..mechanisms.hybrid import SLOPE_TOKENS, HybridAttention
 from ..mechanisms.window import Line, WindowState
@@ -41,6 +42,7 @@ from ..torch_kernels.blocks import (
 from ..torch_kernels.causal import gradients_with_graph
 from ..torch_kernels.exact_keys import Kept
 from ..torch_kernels.window import Part, join, log_size, plain_window
+from . import triton_hybrid
 from .checks import (
     check_attention,
     check_blocks,
@@ -150,6 +152,10 @@ def window_both_ways(tensors: Sequence[Any], scaling: float, size: int) -> Tenso
 def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State] | None:
     """One token of `hybrid` where a graph or C takes these tensors, without gradients."""
     query, key, value, _, scaling, _, positions, gates, *_ = inputs
+    maps = mechanism.feature_map
+    function = EXP if isinstance(maps, ExpFeatureMap) else HEDGEHOG
+    if triton_hybrid.takes(query, key, value, old.sink_key, maps.key_projection, function):
+        return _step_on_cuda(mechanism, inputs, old)
     if not takes_step(query, key, value, old.key, old.value, in_graphs=True):
         return None
     state = old.stored
@@ -173,6 +179,29 @@ def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: Window
     (batch, heads), width = query.shape[:2], value.shape[-1]
     near = parts[: batch * heads * width]
     return with_dtype(near.view(batch, 1, heads, width), query.dtype), state
+
+
+def _step_on_cuda(mechanism: HybridAttention, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State]:
+    """`hybrid_step` by Triton, with parameters as they are: to convert them would be a launch each."""
+    query, key, value, _, scaling, _, positions, gates, *_ = inputs
+    (_, first, is_interleaved, trained_length), maps = _turns_of(mechanism), mechanism.feature_map
+    decay = None if mechanism.decay is None else mechanism.decay.rate
+    state = old.stored
+    turns = None if mechanism.rotation is None else mechanism.rotation.frequencies(query)
+    output, new = triton_hybrid.step(
+        *(query, with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)),
+        *(gates if mechanism.score_slope is not None else None, mechanism.score_slope, positions),
+        *(maps.key_projection, maps.key_bias, maps.key_norm_weight, maps.query_projection, decay, state),
+        *(mechanism.mix.far_log_scale, mechanism.mix.query_norm_weight, turns, inputs.rows),
+        first_turned=first,
+        is_interleaved=is_interleaved,
+        trained_length=trained_length,
+        scaling=scaling,
+        slope_scale=1 / SLOPE_TOKENS,
+        is_rate=True,
+        in_place=inputs.in_place,
+    )
+    return output, tuple(new)
 
 
 def _turns_of(mechanism: HybridAttention) -> tuple[Sequence[float], int, bool, int]:

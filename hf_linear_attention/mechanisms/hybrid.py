@@ -71,6 +71,7 @@ class HybridAttention(HybridOptions, WindowAttention):
         self.score_slope: nn.Parameter | None = None
         if self.num_exact_keys:
             self._add_exact_keys(shape)
+        self.rotation = RotaryShift(shape.rotary) if shape.rotary and self.needs_positions else None
         self.joins_at_once = True  # False: the operators of the parts run one by one, so that `mix` sees them
         self.uses_far = True  # False leaves window and sinks only, to measure what the far keys contribute
 
