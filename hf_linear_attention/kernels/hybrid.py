@@ -152,9 +152,7 @@ def window_both_ways(tensors: Sequence[Any], scaling: float, size: int) -> Tenso
 def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State] | None:
     """One token of `hybrid` where a graph or C takes these tensors, without gradients."""
     query, key, value, _, scaling, _, positions, gates, *_ = inputs
-    maps = mechanism.feature_map
-    function = EXP if isinstance(maps, ExpFeatureMap) else HEDGEHOG
-    if triton_hybrid.takes(query, key, value, old.sink_key, maps.key_projection, function):
+    if triton_hybrid.takes(query, key, value, old.sink_key, *_map_of(mechanism)):
         return _step_on_cuda(mechanism, inputs, old)
     if not takes_step(query, key, value, old.key, old.value, in_graphs=True):
         return None
@@ -181,17 +179,55 @@ def hybrid_step(mechanism: HybridAttention, inputs: MechanismInputs, old: Window
     return with_dtype(near.view(batch, 1, heads, width), query.dtype), state
 
 
+def _map_of(mechanism: HybridAttention) -> tuple[Tensor, int]:
+    maps = mechanism.feature_map
+    return maps.key_projection, EXP if isinstance(maps, ExpFeatureMap) else HEDGEHOG
+
+
+def _parameters_on_cuda(mechanism: HybridAttention) -> tuple[Tensor | None, ...]:
+    """Of the feature map and the decay, as they are: to convert them would be a launch each."""
+    maps, decay = mechanism.feature_map, None if mechanism.decay is None else mechanism.decay.rate
+    return maps.key_projection, maps.key_bias, maps.key_norm_weight, maps.query_projection, decay
+
+
+def _prefill_on_cuda(
+    mechanism: HybridAttention,
+    inputs: MechanismInputs,
+    line: Line,
+    sinks: tuple[Tensor, ...],
+    seen: Tensor,
+    sums: Any,
+) -> tuple[Tensor, Any]:
+    """`hybrid` by Triton."""
+    (_, first, is_interleaved, trained_length), query = _turns_of(mechanism), inputs.query
+    count = mechanism.num_exact_keys
+    old, kept = (sums[0], sums[1:]) if count and sums is not None else (sums, ())
+    mix, rotation = mechanism.mix, mechanism.rotation
+    output, new_sums, new_kept = triton_hybrid.prefill(
+        *(query, line.key, line.value, line.kind, *sinks, seen, line.score, inputs.positions, line.position),
+        *(*_parameters_on_cuda(mechanism), old, kept, mix.far_log_scale, mix.query_norm_weight),
+        None if rotation is None else rotation.frequencies(query),
+        window=mechanism.window_size,
+        count=count,
+        first_turned=first,
+        is_interleaved=is_interleaved,
+        trained_length=trained_length,
+        scaling=inputs.scaling,
+        is_rate=True,
+    )
+    return output.transpose(1, 2), (new_sums, *new_kept) if count else new_sums
+
+
 def _step_on_cuda(mechanism: HybridAttention, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State]:
-    """`hybrid_step` by Triton, with parameters as they are: to convert them would be a launch each."""
+    """`hybrid_step` by Triton."""
     query, key, value, _, scaling, _, positions, gates, *_ = inputs
-    (_, first, is_interleaved, trained_length), maps = _turns_of(mechanism), mechanism.feature_map
-    decay = None if mechanism.decay is None else mechanism.decay.rate
+    _, first, is_interleaved, trained_length = _turns_of(mechanism)
     state = old.stored
     turns = None if mechanism.rotation is None else mechanism.rotation.frequencies(query)
     output, new = triton_hybrid.step(
         *(query, with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)),
         *(gates if mechanism.score_slope is not None else None, mechanism.score_slope, positions),
-        *(maps.key_projection, maps.key_bias, maps.key_norm_weight, maps.query_projection, decay, state),
+        *(*_parameters_on_cuda(mechanism), state),
         *(mechanism.mix.far_log_scale, mechanism.mix.query_norm_weight, turns, inputs.rows),
         first_turned=first,
         is_interleaved=is_interleaved,
@@ -699,6 +735,8 @@ def hybrid(
     """
     query, scaling, positions = inputs.query, inputs.scaling, cast(Tensor, inputs.positions)
     visible, features = line.kind, mechanism.feature_map.num_features
+    if triton_hybrid.takes(query, line.key, line.value, sinks[0], *_map_of(mechanism)):
+        return _prefill_on_cuda(mechanism, inputs, line, sinks, seen, sums)
     if needs_plain(query) or not takes_attention(query, line.key, line.value, visible, features):
         return None
     if line.score is not None and torch.is_grad_enabled():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hybrid` on CUDA by Triton kernels: which calls they take, and the operators that run them.
 
-A decoding step is three launches (triton_step.py). Only without gradients; training on CUDA, packed sequences and the
+A decoding step is three launches (triton_step.py), and reading many tokens at most 10 (triton_prefill.py). Only without gradients; training on CUDA, packed sequences and the
 feature map of Hedgehog stay with torch and fla-core. Triton is imported by the first call that it takes.
 """
 
@@ -31,6 +31,14 @@ STEP = (
     "int trained_length, float scaling, float slope_scale, bool is_rate"
 )
 STEP_STATE = 11  # the place of the state among these arguments
+PREFILL = (
+    "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor sink_key, Tensor sink_value, Tensor seen, "
+    "Tensor? score, Tensor? position, Tensor? key_position, Tensor key_weight, Tensor? key_bias, Tensor? key_norm, "
+    "Tensor query_weight, Tensor? log_decay, Tensor? sums, Tensor[] kept, Tensor log_scale, Tensor norm_weight, "
+    "Tensor? frequencies, int window, int count, int first_turned, bool is_interleaved, int trained_length, "
+    "float scaling, bool is_rate"
+)
+PREFILL_KEPT = 16
 # The tensors of a state in the order of the kernels, by how many there are: with positions, exact keys, both or neither.
 PLACES: dict[int, tuple[int | None, ...]] = {
     7: (*range(7), *[None] * 7),
@@ -96,6 +104,59 @@ def step(
     return output, tuple(new)
 
 
+def prefill(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sink_key: Tensor, sink_value: Tensor, seen: Tensor,
+    score: Tensor | None, position: Tensor | None, key_position: Tensor | None, key_weight: Tensor,
+    key_bias: Tensor | None, key_norm: Tensor | None, query_weight: Tensor, log_decay: Tensor | None,
+    sums: Tensor | None, kept: Sequence[Tensor], log_scale: Tensor, norm_weight: Tensor, frequencies: Tensor | None,
+    *, window: int, count: int, first_turned: int, is_interleaved: bool, trained_length: int, scaling: float,
+    is_rate: bool,
+) -> tuple[Tensor, Tensor, Sequence[Tensor]]:  # fmt: skip
+    """Several tokens of `hybrid` in arguments that `takes` takes, of which the first ones of a row may be padding.
+
+    Args:
+        key, value: `[B, Hkv, L, D or W]` of N tokens, or of the `window` rows before them too.
+        visible: bool `[B, L]`, True where there is a key that is no sink. In a row, these are the last ones.
+        seen: bool `[B, N, s]`, which of the sinks `[B, Hkv, s, D or W]` each query sees.
+        score: float32 `[B, Hkv, L, 1]`, with exact keys, of which `count` are kept; 0 without them.
+        position, key_position: int32 `[B, N]` and `[B, L]`, where keys are turned.
+        sums, kept: `[B, Hkv, F, W + 2]` and the tensors of `Kept` from before, or None and nothing.
+        frequencies, first_turned, trained_length, log_decay, is_rate: see `step`.
+
+    Returns:
+        The output `[B, N, H, W]`, the sums and the tensors of `Kept` after the last token.
+    """
+    given = (query, key, value, visible, sink_key, sink_value, seen, score, position, key_position, key_weight)
+    given = (*given, key_bias, key_norm, query_weight, log_decay, sums, list(kept), log_scale, norm_weight, frequencies)
+    how = window, count, first_turned, is_interleaved, trained_length, scaling, is_rate
+    output, new_sums, *new = OPERATORS.hybrid_on_cuda(*given, *how)
+    return output, new_sums, new
+
+
+def _prefill(*given: Any) -> list[Tensor]:
+    from .triton_prefill import run
+
+    tensors = [x.contiguous() if isinstance(x, Tensor) else x for x in given]
+    output, sums, *kept = found = _fake_prefill(*given)
+    tensors[PREFILL_KEPT] = [x.contiguous() for x in given[PREFILL_KEPT]]
+    run(*tensors, out=output, new_sums=sums, new_kept=kept)
+    return found
+
+
+def _fake_prefill(*given: Any) -> list[Tensor]:
+    query, key, value, _, _, _, _, _, _, key_position, key_weight, *_ = given
+    (batch, heads, length, _), kv_heads, width, count = query.shape, key.shape[1], value.shape[3], given[21]
+    sums = query.new_empty(batch, kv_heads, key_weight.shape[2], width + 2, dtype=torch.float32)
+    found = [query.new_empty(batch, length, heads, width), sums]
+    if count:
+        rows = (batch, kv_heads, count)
+        number, place = torch.float32, torch.int32
+        found += [key.new_empty(*rows, key.shape[3]), value.new_empty(*rows, width)]
+        found += [key.new_empty(*rows, 1, dtype=number), key.new_empty(*rows, 1, dtype=place)]
+        found += [] if key_position is None else [key.new_empty(*rows, 1, dtype=place)]
+    return found
+
+
 def _in_order(state: Sequence[Tensor]) -> list[Tensor | None]:
     return [None if place is None else state[place] for place in PLACES[len(state)]]
 
@@ -136,6 +197,7 @@ def _fake_step(*given: Any) -> list[Tensor]:
 
 OPERATORS = register(
     {
+        "hybrid_on_cuda": Operator(f"({PREFILL}) -> Tensor[]", _prefill, _fake_prefill),
         "hybrid_step_on_cuda": Operator(f"({STEP.format('Tensor[]')}) -> Tensor[]", _step, _fake_step),
         "hybrid_step_on_cuda_": Operator(f"({STEP.format('Tensor(a!)[]')}) -> Tensor", _step_, _fake_step_),
     }
