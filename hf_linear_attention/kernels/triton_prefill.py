@@ -219,7 +219,12 @@ def _group_sums(
     M: tl.constexpr, C: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr, IS_RATE: tl.constexpr,
 ):  # fmt: skip
     bh, group = tl.program_id(0), tl.program_id(1)
-    b, f, t, column = (bh // HKV).to(tl.int64), tl.arange(0, FP), tl.arange(0, C), tl.program_id(2) * VB + tl.arange(0, VB)
+    b, f, t, column = (
+        (bh // HKV).to(tl.int64),
+        tl.arange(0, FP),
+        tl.arange(0, C),
+        tl.program_id(2) * VB + tl.arange(0, VB),
+    )
     lam = _log_decay(log_decay, bh % HKV, IS_RATE)
     exponents += bh.to(tl.int64) * N * F
     value += bh.to(tl.int64) * L * V
@@ -260,7 +265,12 @@ def _states(
     M: tl.constexpr, C: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr, IS_RATE: tl.constexpr,
 ):  # fmt: skip
     bh, group = tl.program_id(0), tl.program_id(1)
-    b, f, t, column = (bh // HKV).to(tl.int64), tl.arange(0, FP), tl.arange(0, C), tl.program_id(2) * VB + tl.arange(0, VB)
+    b, f, t, column = (
+        (bh // HKV).to(tl.int64),
+        tl.arange(0, FP),
+        tl.arange(0, C),
+        tl.program_id(2) * VB + tl.arange(0, VB),
+    )
     lam = _log_decay(log_decay, bh % HKV, IS_RATE)
     exponents += bh.to(tl.int64) * N * F
     value += bh.to(tl.int64) * L * V
@@ -337,14 +347,14 @@ def _outputs(
         furthest = tl.max(p, 0)
     if S > 0:
         js = tl.arange(0, SP)
-        keys = tl.load(
+        sinks = tl.load(
             sink_key + (bh * S + js)[:, None] * D + c[None, :], mask=(js < S)[:, None] & (c < D)[None, :], other=0.0
         )
-        values = tl.load(
+        sink_values = tl.load(
             sink_value + (bh * S + js)[:, None] * V + cv[None, :], mask=(js < S)[:, None] & (cv < V)[None, :], other=0.0
         )
-        mask = real[:, None] & (js < S)[None, :]
-        sees = tl.load(seen + (b * N + n)[:, None] * S + js[None, :], mask=mask, other=0) != 0
+        sink_mask = real[:, None] & (js < S)[None, :]
+        sees_sinks = tl.load(seen + (b * N + n)[:, None] * S + js[None, :], mask=sink_mask, other=0) != 0
         moved = q
         if CLAMPS:
             if furthest >= trained:
@@ -352,8 +362,8 @@ def _outputs(
                 near_angle = (tl.minimum(p, trained - 1) - p).to(tl.float32)[:, None] * near_turn
                 near_other = tl.load(query + other[None, :], mask=inside, other=0.0).to(tl.float32)
                 moved = _turned(q.to(tl.float32), near_other, sign[None, :], near_angle).to(q.dtype)
-        logits = scaling * tl.dot(moved.to(T), tl.trans(keys.to(T)), input_precision="ieee")
-        output, top, total = _more(output, top, total, logits, sees, values, T)
+        of_sinks = scaling * tl.dot(moved.to(T), tl.trans(sinks.to(T)), input_precision="ieee")
+        output, top, total = _more(output, top, total, of_sinks, sees_sinks, sink_values, T)
     last = before + tl.minimum(k * C + C, N)
     for start in range(tl.maximum(before + k * C - W + 1, 0), last, BLOCK):
         slot = start + j
@@ -429,9 +439,7 @@ def _outputs(
     total, top = total * keep + size * grow, new
     # Those displaced in it.
     g = _gone_at(n, gone + bh * N, visible, before, N, W, M)
-    e = tl.load(
-        exponents + (bh * N + n)[:, None] * F + f[None, :], mask=real[:, None] & (f < F)[None, :], other=EMPTY
-    )
+    e = tl.load(exponents + (bh * N + n)[:, None] * F + f[None, :], mask=real[:, None] & (f < F)[None, :], other=EMPTY)
     most = tl.max(e, 0)
     u = tl.where((f < F)[None, :], a + most[None, :], 2 * EMPTY)
     high = tl.max(u, 1)
@@ -546,9 +554,7 @@ def run(
     if groups > 1:
         group_sums = new(rows, groups, features, width + 2)
         _group_sums[(rows, groups - 1, parts)](*given, group_sums, *where.values(), chunks, **shared, **sizes)
-    _states[(rows, groups, parts)](
-        *given, group_sums, states, new_sums, *where.values(), chunks, **shared, **sizes
-    )
+    _states[(rows, groups, parts)](*given, group_sums, states, new_sums, *where.values(), chunks, **shared, **sizes)
     exact = query.dtype if query.dtype == key.dtype == value.dtype else torch.float32
     is_large = columns * key.element_size() > 256
     _outputs[(chunks, batch * heads)](

@@ -108,6 +108,37 @@ def step(dtype: torch.dtype, dim: int, groups: int, tokens: int, features: int) 
     return found
 
 
+def prefill(dtype: torch.dtype, dim: int, groups: int, tokens: int, features: int) -> dict:
+    """What the kernels of a prompt need, of which tokens came before, for the sizes of a state of so many tokens."""
+    from hf_linear_attention.kernels import triton_prefill
+
+    found: dict = {}
+    for name in ("_choose", "_list", "_exponents", "_group_sums", "_states", "_outputs", "_keep"):
+        setattr(triton_prefill, name, Compiled(getattr(triton_prefill, name), found))
+    batch, kv_heads, window, sinks, length = 1, 8, tokens // 4, 4, 16 * tokens
+    kept, heads, slots = tokens - window - features, kv_heads * groups, window + length
+
+    def of(*shape, kind=torch.float32):
+        return torch.empty(*shape, dtype=kind, device="meta")
+
+    of_kv, number, boolean = (batch, kv_heads), torch.int32, torch.bool
+    of_kept = [
+        *(of(*of_kv, kept, dim, kind=dtype), of(*of_kv, kept, dim, kind=dtype), of(*of_kv, kept, 1)),
+        *(of(*of_kv, kept, 1, kind=number), of(*of_kv, kept, 1, kind=number)),
+    ]
+    sums, new = of(*of_kv, features, dim + 2), [of(batch, n, slots, dim, kind=dtype) for n in (kv_heads, kv_heads)]
+    maps = [of(kv_heads, dim, features, kind=dtype), of(kv_heads, 1, features, kind=dtype), of(kv_heads, kind=dtype)]
+    triton_prefill.run(
+        of(batch, heads, length, dim, kind=dtype), *new, of(batch, slots, kind=boolean),
+        *(of(*of_kv, sinks, dim, kind=dtype) for _ in range(2)), of(batch, length, sinks, kind=boolean),
+        of(*of_kv, slots, 1), of(batch, length, kind=number), of(batch, slots, kind=number), *maps,
+        of(heads, dim, features, kind=dtype), of(kv_heads, kind=dtype), sums, of_kept, of(heads, kind=dtype),
+        of(heads, kind=dtype), of(dim // 2), window, kept, dim // 8, False, 16 * tokens, dim**-0.5, True,
+        out=of(batch, length, heads, dim, kind=dtype), new_sums=sums, new_kept=of_kept,
+    )  # fmt: skip
+    return found
+
+
 def main() -> None:
     """Print the needs of all kernels for a case, as JSON: `step bfloat16 64 4 2048 32`."""
     what, dtype, *sizes = sys.argv[1:]

@@ -19,7 +19,11 @@ CASES = {
     "without positions": (EXACT | {"trained_length": None}, {"pairs": 0}, (70, 75)),
     "without exact keys": ({**EXACT, "num_exact_keys": 0} | ROTARY, {}, (70, 140)),
     "without sinks": (EXACT | ROTARY | {"num_sinks": 0, "trained_length": 12}, {"heads": (2, 2)}, (70,)),
-    "many keys": ({**EXACT, "window_size": 70, "num_exact_keys": 90} | ROTARY | {"trained_length": 100}, {}, (200, 230)),
+    "many keys": (
+        {**EXACT, "window_size": 70, "num_exact_keys": 90} | ROTARY | {"trained_length": 100},
+        {},
+        (200, 230),
+    ),
     "80 columns": (EXACT | ROTARY, {"dim": 80}, (70,)),
     "256 columns": (EXACT | ROTARY | {"trained_length": 12}, {"dim": 256}, (70,)),
     "groups": (EXACT | ROTARY | {"trained_length": 4096}, {}, (330,)),
