@@ -150,7 +150,7 @@ def _exponents(
     kept_key, kept_age, kept_position, exponents, before, L, N, root,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, W: tl.constexpr,
     M: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, INTERLEAVED: tl.constexpr,
-    IS_RATE: tl.constexpr,
+    IS_RATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     bh, t = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C)
     b, h = (bh // HKV).to(tl.int64), bh % HKV
@@ -173,7 +173,7 @@ def _exponents(
     x *= root
     inside = (c < D)[:, None] & (f < F)[None, :]
     weight = tl.load(key_weight + h * D * F + c[:, None] * F + f[None, :], mask=inside, other=0.0).to(tl.float32)
-    found = tl.dot(x, weight, input_precision="ieee")
+    found = tl.dot(x, weight, input_precision=PRECISION)
     if key_bias is not None:
         found += tl.load(key_bias + h * F + f, mask=f < F, other=0.0).to(tl.float32)[None, :]
     if key_norm is not None:
@@ -192,7 +192,7 @@ def _exponents(
 @triton.jit
 def _add_chunk(
     state, total, top, k, t, column, f, exponents, value, kept_value, visible, order, gone, lam, before, N,
-    F: tl.constexpr, V: tl.constexpr, W: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr, W: tl.constexpr, M: tl.constexpr, C: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The far sums after a chunk from those before it."""
     n = k * C + t
@@ -207,8 +207,8 @@ def _add_chunk(
     new = tl.maximum(faded, tl.max(own, 0))
     weight = tl.where((g >= 0)[:, None], tl.exp(own - new[None, :]), 0.0)
     keep = tl.exp(faded - new)
-    values = _rows(g, g >= 0, column, column < V, value, kept_value, before, V, W, M).to(tl.float32)
-    state = state * keep[:, None] + tl.dot(tl.trans(weight), values, input_precision="ieee")
+    values = _rows(g, g >= 0, column, column < V, value, kept_value, before, V, W, M)
+    state = state * keep[:, None] + tl.dot(tl.trans(weight.to(T)), values.to(T), input_precision="ieee")
     return state, total * keep + tl.sum(weight, 0), new
 
 
@@ -216,7 +216,7 @@ def _add_chunk(
 def _group_sums(
     exponents, value, kept_value, visible, order, gone, log_decay, sums, group_sums, before, L, N, K,
     HKV: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, W: tl.constexpr,
-    M: tl.constexpr, C: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr, IS_RATE: tl.constexpr,
+    M: tl.constexpr, C: tl.constexpr, T: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr, IS_RATE: tl.constexpr,
 ):  # fmt: skip
     bh, group = tl.program_id(0), tl.program_id(1)
     b, f, t, column = (
@@ -234,7 +234,7 @@ def _group_sums(
     for k in range(group * IN_GROUP, group * IN_GROUP + IN_GROUP):
         state, total, top = _add_chunk(
             state, total, top, k, t, column, f, exponents, value, kept_value, visible + b * L, order + b * L,
-            gone + bh.to(tl.int64) * N, lam, before, N, F, V, W, M, C,
+            gone + bh.to(tl.int64) * N, lam, before, N, F, V, W, M, C, T,
         )  # fmt: skip
     _store_sums(group_sums + (bh * GROUPS + group).to(tl.int64) * F * (V + 2), state, total, top, f, column, F, V)
 
@@ -262,7 +262,7 @@ def _states(
     exponents, value, kept_value, visible, order, gone, log_decay, sums, group_sums, states, new_sums,
     before, L, N, K,
     HKV: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, W: tl.constexpr,
-    M: tl.constexpr, C: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr, IS_RATE: tl.constexpr,
+    M: tl.constexpr, C: tl.constexpr, T: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr, IS_RATE: tl.constexpr,
 ):  # fmt: skip
     bh, group = tl.program_id(0), tl.program_id(1)
     b, f, t, column = (
@@ -295,7 +295,7 @@ def _states(
         _store_sums(states + (bh * K + k).to(tl.int64) * F * (V + 2), state, total, top, f, column, F, V)
         state, total, top = _add_chunk(
             state, total, top, k, t, column, f, exponents, value, kept_value, visible, order, gone, lam, before, N,
-            F, V, W, M, C,
+            F, V, W, M, C, T,
         )  # fmt: skip
     if group == GROUPS - 1:
         _store_sums(new_sums + bh.to(tl.int64) * F * (V + 2), state, total, top, f, column, F, V)
@@ -320,7 +320,7 @@ def _outputs(
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     F: tl.constexpr, FP: tl.constexpr, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, M: tl.constexpr,
     ROOM: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, CLAMPS: tl.constexpr, IS_RATE: tl.constexpr, T: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CLAMPS: tl.constexpr, IS_RATE: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     k, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // (HKV * G)).to(tl.int64), (head % (HKV * G)) // G
@@ -419,7 +419,7 @@ def _outputs(
         query_weight + own_head * D * F + c[:, None] * F + f[None, :],
         mask=(c < D)[:, None] & (f < F)[None, :], other=0.0,
     ).to(tl.float32)  # fmt: skip
-    a = tl.dot(x * root, weight, input_precision="ieee")
+    a = tl.dot(x * root, weight, input_precision=PRECISION)
     lam = _log_decay(log_decay, h, IS_RATE)
     add = tl.load(log_scale + own_head).to(tl.float32)
     add = add - tl.load(norm_weight + own_head).to(tl.float32) * (scaling / 2) * norm
@@ -445,7 +445,7 @@ def _outputs(
     high = tl.max(u, 1)
     u = tl.exp(u - high[:, None])
     weights = tl.where((g >= 0)[:, None] & (f < F)[None, :], tl.exp(e - most[None, :]), 0.0)
-    pairs = tl.dot(u, tl.trans(weights), input_precision="ieee")
+    pairs = tl.dot(u.to(T), tl.trans(weights.to(T)), input_precision="ieee")
     pairs = pairs * tl.exp(lam * tl.maximum(came[:, None] - came[None, :], 0).to(tl.float32))
     pairs = tl.where((t[None, :] <= t[:, None]) & (g >= 0)[None, :], pairs, 0.0)
     values = _rows(g, g >= 0, cv, cv < V, value, kept_value, before, V, W, M)
@@ -536,18 +536,22 @@ def run(
         _list[(rows, chunks + 1)](
             leave, listed, counts, length, chunks, ROOM=room, M=count, C=CHUNK, BLOCK=LISTED, num_warps=8
         )
+    exact = query.dtype if query.dtype == key.dtype == value.dtype else torch.float32
+    # Exponents need all digits, which products of three halves have, too; those of float32 are exact.
+    precision = "ieee" if exact == torch.float32 else "tf32x3"
     unused = gone if gone is not None else order
     exponents = new(rows, length, features)
     _exponents[(rows, chunks)](
         key, visible, order, unused, key_position, frequencies, key_weight, key_bias, key_norm, log_decay,
         kept_key, kept_age, kept_position, exponents, *where.values(), scaling**0.5,
-        D=dim, DP=columns, F=features, FP=wide(features), C=CHUNK, IS_RATE=is_rate, num_warps=8, **shared, **turns,
+        D=dim, DP=columns, F=features, FP=wide(features), C=CHUNK, IS_RATE=is_rate, PRECISION=precision, num_warps=8,
+        **shared, **turns,
     )  # fmt: skip
     states, group_sums = new(rows, chunks, features, width + 2), None
     block = min(value_columns, 64)
     given = exponents, value, kept_value, visible, order, unused, log_decay, sums
     sizes = {
-        **{"F": features, "FP": wide(features), "V": width, "VB": block, "C": CHUNK, "IN_GROUP": GROUP},
+        **{"F": features, "FP": wide(features), "V": width, "VB": block, "C": CHUNK, "T": TYPES[exact], "IN_GROUP": GROUP},
         **{"GROUPS": groups, "IS_RATE": is_rate},
     }
     parts = -(-width // block)
@@ -555,7 +559,6 @@ def run(
         group_sums = new(rows, groups, features, width + 2)
         _group_sums[(rows, groups - 1, parts)](*given, group_sums, *where.values(), chunks, **shared, **sizes)
     _states[(rows, groups, parts)](*given, group_sums, states, new_sums, *where.values(), chunks, **shared, **sizes)
-    exact = query.dtype if query.dtype == key.dtype == value.dtype else torch.float32
     is_large = columns * key.element_size() > 256
     _outputs[(chunks, batch * heads)](
         query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,
@@ -564,7 +567,8 @@ def run(
         trained_length,
         G=heads // kv_heads, D=dim, DP=columns, V=width, VP=value_columns, F=features, FP=wide(features), S=sinks,
         SP=wide(sinks), ROOM=room, C=CHUNK, BLOCK=32 if is_large else 64, IS_RATE=is_rate,
-        CLAMPS=bool(pairs and trained_length and position is not None), T=TYPES[exact], num_warps=8, num_stages=2,
+        CLAMPS=bool(pairs and trained_length and position is not None), T=TYPES[exact], PRECISION=precision, num_warps=8,
+        num_stages=2,
         **shared, **turns,
     )  # fmt: skip
     if count:
