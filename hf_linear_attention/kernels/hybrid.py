@@ -190,6 +190,12 @@ def _parameters_on_cuda(mechanism: HybridAttention) -> tuple[Tensor | None, ...]
     return maps.key_projection, maps.key_bias, maps.key_norm_weight, maps.query_projection, decay
 
 
+def _frequencies_on_cuda(mechanism: HybridAttention, like: Tensor) -> Tensor | None:
+    if mechanism.rotation is None or not mechanism.needs_positions:
+        return None
+    return mechanism.rotation.frequencies(like)
+
+
 def _prefill_on_cuda(
     mechanism: HybridAttention,
     inputs: MechanismInputs,
@@ -202,11 +208,11 @@ def _prefill_on_cuda(
     (_, first, is_interleaved, trained_length), query = _turns_of(mechanism), inputs.query
     count = mechanism.num_exact_keys
     old, kept = (sums[0], sums[1:]) if count and sums is not None else (sums, ())
-    mix, rotation = mechanism.mix, mechanism.rotation
+    mix = mechanism.mix
     output, new_sums, new_kept = triton_hybrid.prefill(
         *(query, line.key, line.value, line.kind, *sinks, seen, line.score, inputs.positions, line.position),
         *(*_parameters_on_cuda(mechanism), old, kept, mix.far_log_scale, mix.query_norm_weight),
-        None if rotation is None else rotation.frequencies(query),
+        _frequencies_on_cuda(mechanism, query),
         window=mechanism.window_size,
         count=count,
         first_turned=first,
@@ -223,7 +229,7 @@ def _step_on_cuda(mechanism: HybridAttention, inputs: MechanismInputs, old: Wind
     query, key, value, _, scaling, _, positions, gates, *_ = inputs
     _, first, is_interleaved, trained_length = _turns_of(mechanism)
     state = old.stored
-    turns = None if mechanism.rotation is None else mechanism.rotation.frequencies(query)
+    turns = _frequencies_on_cuda(mechanism, query)
     output, new = triton_hybrid.step(
         *(query, with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)),
         *(gates if mechanism.score_slope is not None else None, mechanism.score_slope, positions),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hybrid` on CUDA by Triton kernels: which calls they take, and the operators that run them.
 
-A decoding step is three launches (triton_step.py), and reading many tokens at most 10 (triton_prefill.py). Only without gradients; training on CUDA, packed sequences and the
-feature map of Hedgehog stay with torch and fla-core. Triton is imported by the first call that it takes.
+A decoding step is three launches (triton_step.py), and reading many tokens at most ten (triton_prefill.py). Only
+without gradients: training on CUDA, packed sequences and the feature map of Hedgehog stay with torch and fla-core.
+Triton is imported by the first call that it takes.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ PREFILL = (
     "Tensor? frequencies, int window, int count, int first_turned, bool is_interleaved, int trained_length, "
     "float scaling, bool is_rate"
 )
-PREFILL_KEPT = 16
-# The tensors of a state in the order of the kernels, by how many there are: with positions, exact keys, both or neither.
+# A state's tensors in the order of the kernels, by their number: with positions, exact keys, both or neither.
 PLACES: dict[int, tuple[int | None, ...]] = {
     7: (*range(7), *[None] * 7),
     8: (*range(8), *[None] * 6),
@@ -126,8 +126,24 @@ def prefill(
     Returns:
         The output `[B, N, H, W]`, the sums and the tensors of `Kept` after the last token.
     """
-    given = (query, key, value, visible, sink_key, sink_value, seen, score, position, key_position, key_weight)
-    given = (*given, key_bias, key_norm, query_weight, log_decay, sums, list(kept), log_scale, norm_weight, frequencies)
+    query, key, value, *sinks = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, sink_key, sink_value)
+    )
+    places = [None if x is None else x.contiguous() for x in (position, key_position)]
+    given = (query, key, value, visible.contiguous(), *sinks, seen.contiguous(), score, *places)
+    given = (
+        *given,
+        key_weight,
+        key_bias,
+        key_norm,
+        query_weight,
+        log_decay,
+        sums,
+        [x.contiguous() for x in kept],
+        log_scale,
+        norm_weight,
+        frequencies,
+    )
     how = window, count, first_turned, is_interleaved, trained_length, scaling, is_rate
     output, new_sums, *new = OPERATORS.hybrid_on_cuda(*given, *how)
     return output, new_sums, new
@@ -136,10 +152,8 @@ def prefill(
 def _prefill(*given: Any) -> list[Tensor]:
     from .triton_prefill import run
 
-    tensors = [x.contiguous() if isinstance(x, Tensor) else x for x in given]
     output, sums, *kept = found = _fake_prefill(*given)
-    tensors[PREFILL_KEPT] = [x.contiguous() for x in given[PREFILL_KEPT]]
-    run(*tensors, out=output, new_sums=sums, new_kept=kept)
+    run(*given, out=output, new_sums=sums, new_kept=kept)
     return found
 
 

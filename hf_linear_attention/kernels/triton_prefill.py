@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading many tokens with `hybrid` on CUDA: window, sinks, exact and far keys under one denominator, without gradients.
+"""Reading many tokens with `hybrid` on CUDA: window, sinks, exact and far keys in one softmax, without gradients.
 
 Keys of the line leave the window one by one, key M + t of this numbering before query t; the first M are those that
 were kept before. A key is displaced when the M-th key that is better than it (of a larger score, or an equal and older
@@ -41,12 +41,12 @@ LISTED = 1024
 
 
 @triton.jit
-def _score_of(g, score, visible, kept_score, kept_age, before, N, W: tl.constexpr, M: tl.constexpr):
+def _score_of(g, score, row, visible, kept_score, kept_age, before, N, W: tl.constexpr, M: tl.constexpr):
     """The scores of keys, -inf where there is none."""
     slot = g - M + before - W
     there = (g >= M) & (slot >= 0) & (g < M + N)
     there = there & (tl.load(visible + slot, mask=there, other=0) != 0)
-    found = tl.load(score + slot, mask=there, other=float("-inf"))
+    found = tl.load(score + slot * row, mask=there, other=float("-inf"))
     if kept_score is not None:
         old = (g < M) & (tl.load(kept_age + g, mask=g < M, other=0) > 0)
         found = tl.where(old, tl.load(kept_score + g, mask=old, other=0.0), found)
@@ -54,30 +54,36 @@ def _score_of(g, score, visible, kept_score, kept_age, before, N, W: tl.constexp
 
 
 @triton.jit
+def _head_of(bh, batch, head, HKV: tl.constexpr):
+    """Where the numbers of a key/value head begin, from the strides of sequences and heads."""
+    return (bh // HKV).to(tl.int64) * batch + (bh % HKV).to(tl.int64) * head
+
+
+@triton.jit
 def _choose(
-    score, visible, kept_score, kept_age, leave, gone, before, L, N,
+    score, visible, kept_score, kept_age, leave, gone, score_batch, score_head, score_row, before, L, N,
     HKV: tl.constexpr, W: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0)
     i, step = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK)
-    score += bh.to(tl.int64) * L
+    score += _head_of(bh, score_batch, score_head, HKV)
     visible += (bh // HKV).to(tl.int64) * L
     if kept_score is not None:
         kept_score += bh * M
         kept_age += bh * M
-    own = _score_of(i, score, visible, kept_score, kept_age, before, N, W, M)
+    own = _score_of(i, score, score_row, visible, kept_score, kept_age, before, N, W, M)
     count = tl.zeros([BLOCK], tl.int32)
     before_last, last = count, count - 1  # what precedes the block in which the M-th better key is, and its start
     for start in range(0, M + N, BLOCK):
         j = start + step
-        others = _score_of(j, score, visible, kept_score, kept_age, before, N, W, M)
+        others = _score_of(j, score, score_row, visible, kept_score, kept_age, before, N, W, M)
         better = (others[None, :] > own[:, None]) | ((others[None, :] == own[:, None]) & (j[None, :] < i[:, None]))
         new = count + tl.sum(better.to(tl.int32), 1)
         crosses = (count < M) & (new >= M)
         before_last, last = tl.where(crosses, count, before_last), tl.where(crosses, start, last)
         count = new
     j = last[:, None] + step[None, :]
-    others = _score_of(tl.maximum(j, 0), score, visible, kept_score, kept_age, before, N, W, M)
+    others = _score_of(tl.maximum(j, 0), score, score_row, visible, kept_score, kept_age, before, N, W, M)
     better = (others > own[:, None]) | ((others == own[:, None]) & (j < i[:, None]))
     earlier = (before_last[:, None] + tl.cumsum(better.to(tl.int32), 1) < M).to(tl.int32)
     at = tl.maximum(last + tl.sum(earlier, 1), i) - M
@@ -124,11 +130,11 @@ def _order_at(t, order, before, N, W: tl.constexpr):
 
 
 @triton.jit
-def _rows(g, there, column, inside, line, kept, before, WIDTH: tl.constexpr, W: tl.constexpr, M: tl.constexpr):
+def _rows(g, there, column, inside, line, row, kept, before, WIDTH: tl.constexpr, W: tl.constexpr, M: tl.constexpr):
     """Columns `[C, WIDTH]` of the keys or values g, from the line or from what was kept."""
     slot = (g - M + before - W).to(tl.int64)
     mask = there[:, None] & inside[None, :]
-    found = tl.load(line + slot[:, None] * WIDTH + column[None, :], mask=mask & (g >= M)[:, None], other=0.0)
+    found = tl.load(line + slot[:, None] * row + column[None, :], mask=mask & (g >= M)[:, None], other=0.0)
     if kept is not None:
         old = tl.load(kept + g[:, None] * WIDTH + column[None, :], mask=mask & (g < M)[:, None], other=0.0)
         found = tl.where((g < M)[:, None], old, found)
@@ -136,9 +142,9 @@ def _rows(g, there, column, inside, line, kept, before, WIDTH: tl.constexpr, W: 
 
 
 @triton.jit
-def _numbers(g, there, line, kept, before, W: tl.constexpr, M: tl.constexpr):
+def _numbers(g, there, line, row, kept, before, W: tl.constexpr, M: tl.constexpr):
     """Numbers of the keys g, as `_rows` finds rows."""
-    found = tl.load(line + g - M + before - W, mask=there & (g >= M), other=0)
+    found = tl.load(line + (g - M + before - W) * row, mask=there & (g >= M), other=0)
     if kept is not None:
         found = tl.where(g < M, tl.load(kept + g, mask=there & (g < M), other=0), found)
     return found
@@ -147,7 +153,7 @@ def _numbers(g, there, line, kept, before, W: tl.constexpr, M: tl.constexpr):
 @triton.jit
 def _exponents(
     key, visible, order, gone, key_position, frequencies, key_weight, key_bias, key_norm, log_decay,
-    kept_key, kept_age, kept_position, exponents, before, L, N, root,
+    kept_key, kept_age, kept_position, exponents, key_batch, key_head, key_row, before, L, N, root,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, W: tl.constexpr,
     M: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, INTERLEAVED: tl.constexpr,
     IS_RATE: tl.constexpr, PRECISION: tl.constexpr,
@@ -155,19 +161,19 @@ def _exponents(
     bh, t = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C)
     b, h = (bh // HKV).to(tl.int64), bh % HKV
     c, f = tl.arange(0, DP), tl.arange(0, FP)
-    key += bh.to(tl.int64) * L * D
+    key += _head_of(bh, key_batch, key_head, HKV)
     order += b * L
     if kept_key is not None:
         kept_key += bh * M * D
     g = _gone_at(t, gone + bh.to(tl.int64) * N, visible + b * L, before, N, W, M)
     there = g >= 0
-    x = _rows(g, there, c, c < D, key, kept_key, before, D, W, M).to(tl.float32)
+    x = _rows(g, there, c, c < D, key, key_row, kept_key, before, D, W, M).to(tl.float32)
     if FIRST < PAIRS:
         other, number, sign = _pair(c, PAIRS, INTERLEAVED)
-        x_other = _rows(g, there, other, c < D, key, kept_key, before, D, W, M).to(tl.float32)
+        x_other = _rows(g, there, other, c < D, key, key_row, kept_key, before, D, W, M).to(tl.float32)
         if kept_position is not None:
             kept_position += bh * M
-        place = _numbers(g, there, key_position + b * L, kept_position, before, W, M)
+        place = _numbers(g, there, key_position + b * L, 1, kept_position, before, W, M)
         turn = _frequency(frequencies, c, FIRST, PAIRS, INTERLEAVED)
         x = _turned(x, x_other, sign[None, :], -place.to(tl.float32)[:, None] * turn[None, :])
     x *= root
@@ -191,7 +197,7 @@ def _exponents(
 
 @triton.jit
 def _add_chunk(
-    state, total, top, k, t, column, f, exponents, value, kept_value, visible, order, gone, lam, before, N,
+    state, total, top, k, t, column, f, exponents, value, value_row, kept_value, visible, order, gone, lam, before, N,
     F: tl.constexpr, V: tl.constexpr, W: tl.constexpr, M: tl.constexpr, C: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The far sums after a chunk from those before it."""
@@ -207,16 +213,18 @@ def _add_chunk(
     new = tl.maximum(faded, tl.max(own, 0))
     weight = tl.where((g >= 0)[:, None], tl.exp(own - new[None, :]), 0.0)
     keep = tl.exp(faded - new)
-    values = _rows(g, g >= 0, column, column < V, value, kept_value, before, V, W, M)
+    values = _rows(g, g >= 0, column, column < V, value, value_row, kept_value, before, V, W, M)
     state = state * keep[:, None] + tl.dot(tl.trans(weight.to(T)), values.to(T), input_precision="ieee")
     return state, total * keep + tl.sum(weight, 0), new
 
 
 @triton.jit
 def _group_sums(
-    exponents, value, kept_value, visible, order, gone, log_decay, sums, group_sums, before, L, N, K,
+    exponents, value, kept_value, visible, order, gone, log_decay, sums, group_sums, value_batch, value_head, value_row,
+    before, L, N, K,
     HKV: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, W: tl.constexpr,
-    M: tl.constexpr, C: tl.constexpr, T: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr, IS_RATE: tl.constexpr,
+    M: tl.constexpr, C: tl.constexpr, T: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    IS_RATE: tl.constexpr,
 ):  # fmt: skip
     bh, group = tl.program_id(0), tl.program_id(1)
     b, f, t, column = (
@@ -227,13 +235,13 @@ def _group_sums(
     )
     lam = _log_decay(log_decay, bh % HKV, IS_RATE)
     exponents += bh.to(tl.int64) * N * F
-    value += bh.to(tl.int64) * L * V
+    value += _head_of(bh, value_batch, value_head, HKV)
     if kept_value is not None:
         kept_value += bh * M * V
     state, total, top = tl.zeros([FP, VB], tl.float32), tl.zeros([FP], tl.float32), tl.zeros([FP], tl.float32) + EMPTY
     for k in range(group * IN_GROUP, group * IN_GROUP + IN_GROUP):
         state, total, top = _add_chunk(
-            state, total, top, k, t, column, f, exponents, value, kept_value, visible + b * L, order + b * L,
+            state, total, top, k, t, column, f, exponents, value, value_row, kept_value, visible + b * L, order + b * L,
             gone + bh.to(tl.int64) * N, lam, before, N, F, V, W, M, C, T,
         )  # fmt: skip
     _store_sums(group_sums + (bh * GROUPS + group).to(tl.int64) * F * (V + 2), state, total, top, f, column, F, V)
@@ -260,9 +268,10 @@ def _load_sums(at, f, column, F: tl.constexpr, V: tl.constexpr):
 @triton.jit
 def _states(
     exponents, value, kept_value, visible, order, gone, log_decay, sums, group_sums, states, new_sums,
-    before, L, N, K,
+    value_batch, value_head, value_row, before, L, N, K,
     HKV: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, W: tl.constexpr,
-    M: tl.constexpr, C: tl.constexpr, T: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr, IS_RATE: tl.constexpr,
+    M: tl.constexpr, C: tl.constexpr, T: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    IS_RATE: tl.constexpr,
 ):  # fmt: skip
     bh, group = tl.program_id(0), tl.program_id(1)
     b, f, t, column = (
@@ -273,7 +282,7 @@ def _states(
     )
     lam = _log_decay(log_decay, bh % HKV, IS_RATE)
     exponents += bh.to(tl.int64) * N * F
-    value += bh.to(tl.int64) * L * V
+    value += _head_of(bh, value_batch, value_head, HKV)
     if kept_value is not None:
         kept_value += bh * M * V
     visible += b * L
@@ -294,7 +303,8 @@ def _states(
     for k in range(group * IN_GROUP, tl.minimum(group * IN_GROUP + IN_GROUP, K)):
         _store_sums(states + (bh * K + k).to(tl.int64) * F * (V + 2), state, total, top, f, column, F, V)
         state, total, top = _add_chunk(
-            state, total, top, k, t, column, f, exponents, value, kept_value, visible, order, gone, lam, before, N,
+            state, total, top, k, t, column, f, exponents, value, value_row, kept_value, visible, order, gone, lam,
+            before, N,
             F, V, W, M, C, T,
         )  # fmt: skip
     if group == GROUPS - 1:
@@ -316,7 +326,10 @@ def _more(output, top, total, logits, seen, values, T: tl.constexpr):
 def _outputs(
     query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,
     query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position,
-    leave, listed, counts, gone, exponents, states, out, before, L, N, K, scaling, root, trained,
+    leave, listed, counts, gone, exponents, states, out, query_batch, query_head, query_row, key_batch, key_head,
+    key_row, value_batch, value_head, value_row,
+    sink_key_batch, sink_key_head, sink_key_row, sink_value_batch, sink_value_head, sink_value_row,
+    before, L, N, K, scaling, root, trained,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     F: tl.constexpr, FP: tl.constexpr, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, M: tl.constexpr,
     ROOM: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
@@ -331,12 +344,12 @@ def _outputs(
     real = n < N
     visible += b * L
     order += b * L
-    key += bh * L * D
-    value += bh * L * V
+    key += _head_of(bh, key_batch, key_head, HKV)
+    value += _head_of(bh, value_batch, value_head, HKV)
     if kept_key is not None:
         kept_key += bh * M * D
         kept_value += bh * M * V
-    query += (head.to(tl.int64) * N + n)[:, None] * D
+    query += b * query_batch + own_head.to(tl.int64) * query_head + n.to(tl.int64)[:, None] * query_row
     inside = real[:, None] & (c < D)[None, :]
     q = tl.load(query + c[None, :], mask=inside, other=0.0)
     other, number, sign = _pair(c, PAIRS, INTERLEAVED)
@@ -347,11 +360,15 @@ def _outputs(
         furthest = tl.max(p, 0)
     if S > 0:
         js = tl.arange(0, SP)
+        sink_key += _head_of(bh, sink_key_batch, sink_key_head, HKV)
+        sink_value += _head_of(bh, sink_value_batch, sink_value_head, HKV)
         sinks = tl.load(
-            sink_key + (bh * S + js)[:, None] * D + c[None, :], mask=(js < S)[:, None] & (c < D)[None, :], other=0.0
+            sink_key + js[:, None] * sink_key_row + c[None, :], mask=(js < S)[:, None] & (c < D)[None, :], other=0.0
         )
         sink_values = tl.load(
-            sink_value + (bh * S + js)[:, None] * V + cv[None, :], mask=(js < S)[:, None] & (cv < V)[None, :], other=0.0
+            sink_value + js[:, None] * sink_value_row + cv[None, :],
+            mask=(js < S)[:, None] & (cv < V)[None, :],
+            other=0.0,
         )
         sink_mask = real[:, None] & (js < S)[None, :]
         sees_sinks = tl.load(seen + (b * N + n)[:, None] * S + js[None, :], mask=sink_mask, other=0) != 0
@@ -370,8 +387,8 @@ def _outputs(
         own = slot < last
         there = own & (tl.load(visible + slot, mask=own, other=0) != 0)
         at = slot.to(tl.int64)[:, None]
-        keys = tl.load(key + at * D + c[None, :], mask=there[:, None] & (c < D)[None, :], other=0.0)
-        values = tl.load(value + at * V + cv[None, :], mask=there[:, None] & (cv < V)[None, :], other=0.0)
+        keys = tl.load(key + at * key_row + c[None, :], mask=there[:, None] & (c < D)[None, :], other=0.0)
+        values = tl.load(value + at * value_row + cv[None, :], mask=there[:, None] & (cv < V)[None, :], other=0.0)
         distance = (before + n)[:, None] - slot[None, :]
         sees = there[None, :] & (distance >= 0) & (distance < W)
         logits = scaling * tl.dot(q.to(T), tl.trans(keys.to(T)), input_precision="ieee")
@@ -393,15 +410,15 @@ def _outputs(
             there = start + j < count
             g = tl.load(listed + start + j, mask=there, other=0)
             ends = tl.load(leave + g, mask=there, other=0)
-            keys = _rows(g, there, c, c < D, key, kept_key, before, D, W, M)
-            values = _rows(g, there, cv, cv < V, value, kept_value, before, V, W, M)
+            keys = _rows(g, there, c, c < D, key, key_row, kept_key, before, D, W, M)
+            values = _rows(g, there, cv, cv < V, value, value_row, kept_value, before, V, W, M)
             sees = there[None, :] & (g[None, :] - M <= n[:, None]) & (n[:, None] < ends[None, :])
             logits = tl.dot(q.to(T), tl.trans(keys.to(T)), input_precision="ieee")
             if CLAMPS:
                 if furthest >= trained:
                     turn = _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
-                    place = _numbers(g, there, key_position + b * L, kept_position, before, W, M)
-                    keys_other = _rows(g, there, other, c < D, key, kept_key, before, D, W, M).to(tl.float32)
+                    place = _numbers(g, there, key_position + b * L, 1, kept_position, before, W, M)
+                    keys_other = _rows(g, there, other, c < D, key, key_row, kept_key, before, D, W, M).to(tl.float32)
                     back = -place.to(tl.float32)[:, None] * turn
                     turned = _turned(keys.to(tl.float32), keys_other, sign[None, :], back).to(keys.dtype)
                     distant = tl.dot(moved.to(T), tl.trans(turned.to(T)), input_precision="ieee")
@@ -448,7 +465,7 @@ def _outputs(
     pairs = tl.dot(u.to(T), tl.trans(weights.to(T)), input_precision="ieee")
     pairs = pairs * tl.exp(lam * tl.maximum(came[:, None] - came[None, :], 0).to(tl.float32))
     pairs = tl.where((t[None, :] <= t[:, None]) & (g >= 0)[None, :], pairs, 0.0)
-    values = _rows(g, g >= 0, cv, cv < V, value, kept_value, before, V, W, M)
+    values = _rows(g, g >= 0, cv, cv < V, value, value_row, kept_value, before, V, W, M)
     size = tl.sum(pairs, 1)
     high = tl.where(size > 0, high + add, EMPTY)
     new = tl.maximum(top, high)
@@ -463,7 +480,8 @@ def _outputs(
 @triton.jit
 def _keep(
     key, value, score, order, key_position, listed, counts, kept_key, kept_value, kept_score, kept_age, kept_position,
-    new_key, new_value, new_score, new_age, new_position, before, L, N, K,
+    new_key, new_value, new_score, new_age, new_position, key_batch, key_head, key_row, value_batch, value_head,
+    value_row, score_batch, score_head, score_row, before, L, N, K,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, W: tl.constexpr,
     M: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -479,11 +497,17 @@ def _keep(
     there = (rank >= 0) & (j < M)
     g = tl.load(listed + (bh * (K + 1) + K) * ROOM + rank, mask=there, other=0)
     row = bh * M + j
-    keys = _rows(g, there, c, c < D, key + bh * L * D, kept_key, before, D, W, M)
+    keys = _rows(g, there, c, c < D, key + _head_of(bh, key_batch, key_head, HKV), key_row, kept_key, before, D, W, M)
     tl.store(new_key + row[:, None] * D + c[None, :], keys, mask=(j < M)[:, None] & (c < D)[None, :])
-    values = _rows(g, there, cv, cv < V, value + bh * L * V, kept_value, before, V, W, M)
+    values = _rows(
+        g, there, cv, cv < V, value + _head_of(bh, value_batch, value_head, HKV), value_row, kept_value, before, V, W, M
+    )
     tl.store(new_value + row[:, None] * V + cv[None, :], values, mask=(j < M)[:, None] & (cv < V)[None, :])
-    tl.store(new_score + row, _numbers(g, there, score + bh * L, kept_score, before, W, M), mask=j < M)
+    tl.store(
+        new_score + row,
+        _numbers(g, there, score + _head_of(bh, score_batch, score_head, HKV), score_row, kept_score, before, W, M),
+        mask=j < M,
+    )
     came = tl.load(order + b * L + g - M + before - W, mask=there & (g >= M), other=0)
     if kept_age is not None:
         came = tl.where(g < M, 1 - tl.load(kept_age + g, mask=there & (g < M), other=0), came)
@@ -492,7 +516,9 @@ def _keep(
     if new_position is not None:
         if kept_position is not None:
             kept_position += bh * M
-        tl.store(new_position + row, _numbers(g, there, key_position + b * L, kept_position, before, W, M), mask=j < M)
+        tl.store(
+            new_position + row, _numbers(g, there, key_position + b * L, 1, kept_position, before, W, M), mask=j < M
+        )
 
 
 def run(
@@ -520,6 +546,8 @@ def run(
     old: list[Tensor | None] = [*kept, *[None] * (5 - len(kept))]
     kept_key, kept_value, kept_score, kept_age, kept_position = old
     made: list[Tensor | None] = [*new_kept, *[None] * (5 - len(new_kept))]
+    # Of sequences, heads and rows; columns are dense.
+    strides = [(0, 0, 0) if x is None else x.stride()[:3] for x in (query, key, value, score, sink_key, sink_value)]
     order = visible.cumsum(dim=1, dtype=torch.int32)
     where = {"before": before, "L": slots, "N": length}
     shared: dict[str, Any] = {"HKV": kv_heads, "W": window, "M": count}
@@ -531,7 +559,7 @@ def run(
         listed = new(rows, chunks + 1, room, dtype=torch.int32)
         counts = new(rows, chunks + 1, dtype=torch.int32)
         _choose[(rows, -(-(count + length) // COMPARED))](
-            score, visible, kept_score, kept_age, leave, gone, *where.values(), BLOCK=COMPARED, **shared
+            score, visible, kept_score, kept_age, leave, gone, *strides[3], *where.values(), BLOCK=COMPARED, **shared
         )
         _list[(rows, chunks + 1)](
             leave, listed, counts, length, chunks, ROOM=room, M=count, C=CHUNK, BLOCK=LISTED, num_warps=8
@@ -543,7 +571,7 @@ def run(
     exponents = new(rows, length, features)
     _exponents[(rows, chunks)](
         key, visible, order, unused, key_position, frequencies, key_weight, key_bias, key_norm, log_decay,
-        kept_key, kept_age, kept_position, exponents, *where.values(), scaling**0.5,
+        kept_key, kept_age, kept_position, exponents, *strides[1], *where.values(), scaling**0.5,
         D=dim, DP=columns, F=features, FP=wide(features), C=CHUNK, IS_RATE=is_rate, PRECISION=precision, num_warps=8,
         **shared, **turns,
     )  # fmt: skip
@@ -551,28 +579,44 @@ def run(
     block = min(value_columns, 64)
     given = exponents, value, kept_value, visible, order, unused, log_decay, sums
     sizes = {
-        **{"F": features, "FP": wide(features), "V": width, "VB": block, "C": CHUNK, "T": TYPES[exact], "IN_GROUP": GROUP},
+        **{
+            "F": features,
+            "FP": wide(features),
+            "V": width,
+            "VB": block,
+            "C": CHUNK,
+            "T": TYPES[exact],
+            "IN_GROUP": GROUP,
+        },
         **{"GROUPS": groups, "IS_RATE": is_rate},
     }
     parts = -(-width // block)
     if groups > 1:
         group_sums = new(rows, groups, features, width + 2)
-        _group_sums[(rows, groups - 1, parts)](*given, group_sums, *where.values(), chunks, **shared, **sizes)
-    _states[(rows, groups, parts)](*given, group_sums, states, new_sums, *where.values(), chunks, **shared, **sizes)
+        _group_sums[(rows, groups - 1, parts)](
+            *given, group_sums, *strides[2], *where.values(), chunks, **shared, **sizes
+        )
+    _states[(rows, groups, parts)](
+        *given, group_sums, states, new_sums, *strides[2], *where.values(), chunks, **shared, **sizes
+    )
     is_large = columns * key.element_size() > 256
     _outputs[(chunks, batch * heads)](
         query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,
         query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position,
-        leave, listed, counts, unused, exponents, states, out, *where.values(), chunks, scaling, scaling**0.5,
+        leave, listed, counts, unused, exponents, states, out, *strides[0], *strides[1], *strides[2], *strides[4],
+        *strides[5], *where.values(),
+        chunks, scaling, scaling**0.5,
         trained_length,
         G=heads // kv_heads, D=dim, DP=columns, V=width, VP=value_columns, F=features, FP=wide(features), S=sinks,
         SP=wide(sinks), ROOM=room, C=CHUNK, BLOCK=32 if is_large else 64, IS_RATE=is_rate,
-        CLAMPS=bool(pairs and trained_length and position is not None), T=TYPES[exact], PRECISION=precision, num_warps=8,
+        CLAMPS=bool(pairs and trained_length and position is not None), T=TYPES[exact], PRECISION=precision,
+        num_warps=8,
         num_stages=2,
         **shared, **turns,
     )  # fmt: skip
     if count:
         _keep[(rows, -(-count // 64))](
-            key, value, score, order, key_position, listed, counts, *old, *made, *where.values(), chunks,
+            key, value, score, order, key_position, listed, counts, *old, *made, *strides[1], *strides[2], *strides[3],
+            *where.values(), chunks,
             D=dim, DP=columns, V=width, VP=value_columns, ROOM=room, BLOCK=64, **shared,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The kernels compiled for GPUs that are not there: what they need is printed, and no register spills at default sizes."""
+"""The kernels compiled for GPUs that are not there: what they need is printed; at default sizes no register spills."""
 
 from __future__ import annotations
 
