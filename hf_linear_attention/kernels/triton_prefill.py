@@ -198,7 +198,7 @@ def _exponents(
 @triton.jit
 def _add_chunk(
     state, total, top, k, t, column, f, exponents, value, value_row, kept_value, visible, order, gone, lam, before, N,
-    F: tl.constexpr, V: tl.constexpr, W: tl.constexpr, M: tl.constexpr, C: tl.constexpr, T: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr, W: tl.constexpr, M: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The far sums after a chunk from those before it."""
     n = k * C + t
@@ -214,7 +214,7 @@ def _add_chunk(
     weight = tl.where((g >= 0)[:, None], tl.exp(own - new[None, :]), 0.0)
     keep = tl.exp(faded - new)
     values = _rows(g, g >= 0, column, column < V, value, value_row, kept_value, before, V, W, M)
-    state = state * keep[:, None] + tl.dot(tl.trans(weight.to(T)), values.to(T), input_precision="ieee")
+    state = state * keep[:, None] + tl.dot(tl.trans(weight), values.to(tl.float32), input_precision=PRECISION)
     return state, total * keep + tl.sum(weight, 0), new
 
 
@@ -223,7 +223,7 @@ def _group_sums(
     exponents, value, kept_value, visible, order, gone, log_decay, sums, group_sums, value_batch, value_head, value_row,
     before, L, N, K,
     HKV: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, W: tl.constexpr,
-    M: tl.constexpr, C: tl.constexpr, T: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    M: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr,
     IS_RATE: tl.constexpr,
 ):  # fmt: skip
     bh, group = tl.program_id(0), tl.program_id(1)
@@ -242,7 +242,7 @@ def _group_sums(
     for k in range(group * IN_GROUP, group * IN_GROUP + IN_GROUP):
         state, total, top = _add_chunk(
             state, total, top, k, t, column, f, exponents, value, value_row, kept_value, visible + b * L, order + b * L,
-            gone + bh.to(tl.int64) * N, lam, before, N, F, V, W, M, C, T,
+            gone + bh.to(tl.int64) * N, lam, before, N, F, V, W, M, C, PRECISION,
         )  # fmt: skip
     _store_sums(group_sums + (bh * GROUPS + group).to(tl.int64) * F * (V + 2), state, total, top, f, column, F, V)
 
@@ -270,7 +270,7 @@ def _states(
     exponents, value, kept_value, visible, order, gone, log_decay, sums, group_sums, states, new_sums,
     value_batch, value_head, value_row, before, L, N, K,
     HKV: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, W: tl.constexpr,
-    M: tl.constexpr, C: tl.constexpr, T: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    M: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr,
     IS_RATE: tl.constexpr,
 ):  # fmt: skip
     bh, group = tl.program_id(0), tl.program_id(1)
@@ -305,7 +305,7 @@ def _states(
         state, total, top = _add_chunk(
             state, total, top, k, t, column, f, exponents, value, value_row, kept_value, visible, order, gone, lam,
             before, N,
-            F, V, W, M, C, T,
+            F, V, W, M, C, PRECISION,
         )  # fmt: skip
     if group == GROUPS - 1:
         _store_sums(new_sums + bh.to(tl.int64) * F * (V + 2), state, total, top, f, column, F, V)
@@ -585,7 +585,7 @@ def run(
             "V": width,
             "VB": block,
             "C": CHUNK,
-            "T": TYPES[exact],
+            "PRECISION": precision,
             "IN_GROUP": GROUP,
         },
         **{"GROUPS": groups, "IS_RATE": is_rate},
