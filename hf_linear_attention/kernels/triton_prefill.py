@@ -586,6 +586,7 @@ def run(
             "VB": block,
             "C": CHUNK,
             "PRECISION": precision,
+            "num_warps": 8,
             "IN_GROUP": GROUP,
         },
         **{"GROUPS": groups, "IS_RATE": is_rate},
