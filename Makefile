@@ -108,7 +108,7 @@ $(TRITON)/.installed: $(VENV)/.installed constraints.txt
 	touch $@
 
 .PHONY: test-triton
-test-triton: $(TRITON)/.installed ## fla's kernels in Triton's interpreter on a CPU (a minute on 2 cores)
+test-triton: $(TRITON)/.installed ## Our and fla's Triton kernels in the interpreter on a CPU, and ours compiled for GPUs (3 minutes on 2 cores)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TRITON)/bin/python -m pytest -q -n $(WORKERS) -p no:cacheprovider tests/triton
 
 .PHONY: test-architectures

@@ -138,7 +138,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 
 def computed(mechanism: AttentionMechanism, dtype: torch.dtype, device: str, length: int, mask: Any) -> dict[str, Any]:
-    """The output of two rows, its gradients, and the outputs of three decoding steps after it."""
+    """The output of two rows with its gradients and without, and the outputs of three decoding steps after it."""
     mask = None if mask is None else mask.to(device)
     given = inputs_of(mechanism, length, dtype, device, batch=2, mask=mask)
     leaves = [x.detach().requires_grad_() for x in given[:3]]
@@ -149,7 +149,9 @@ def computed(mechanism: AttentionMechanism, dtype: torch.dtype, device: str, len
     grads = torch.autograd.grad((output * weight).double().sum(), leaves + parameters, allow_unused=True)
     found = {"output": output} | {f"grad_{name}": grad for name, grad in zip(("query", "key", "value"), grads)}
     found["grad_parameters"] = torch.cat([x.double().flatten() for x in grads[3:] if x is not None] or [grads[0][:0]])
-    with torch.no_grad():
+    with torch.no_grad():  # which other kernels compute
+        prompt, state = mechanism(given)
+        found["prompt"] = prompt if mask is None else prompt * mask[:, :, None, None]
         for number in range(3):
             token = inputs_of(mechanism, 1, dtype, device, batch=2, first=length + number, seed=9 + number)
             found[f"step_{number + 1}"], state = mechanism(token, tuple(state))

@@ -15,6 +15,7 @@ def register_kernels() -> None:
     from .fla import gpu_kernel
     from .hybrid import hybrid, takes_hybrid
     from .hybrid_step import hybrid_step, takes_hybrid_step
+    from .on_cuda import hybrid_on_cuda, hybrid_step_on_cuda
     from .operators import attention, attention_step, elu_plus_one, makes_features, slot_attention
     from .window import window, window_both_ways
 
@@ -28,7 +29,9 @@ def register_kernels() -> None:
         "gated_delta_step": delta_step,
         "gpu_kernel": gpu_kernel,
         "hybrid": hybrid,
+        "hybrid_on_cuda": hybrid_on_cuda,
         "hybrid_step": hybrid_step,
+        "hybrid_step_on_cuda": hybrid_step_on_cuda,
         "in_large_pages": in_large_pages,
         "makes_features": makes_features,
         "slot_attention": slot_attention,

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..features.maps import FEATURE_MAPS, half_squared_norm
-from ..positions.rotary import LearnedDecay, RotaryShift, decay_of, rotary_shift
+from ..positions.rotary import LearnedDecay, decay_of, rotary_shift
 from ..torch_kernels.attention import makes_features, map_attention, state_after
 from ..torch_kernels.blocks import EXP, KernelMap, accumulated, is_eager, sized_step, with_dtype
 from ..torch_kernels.exact_keys import Kept, Leaving, attend_to_kept
@@ -58,7 +58,7 @@ class HybridAttention(HybridOptions, WindowAttention):
 
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape) -> None:
         super().__init__(settings, shape)
-        self.shift = rotary_shift(settings, shape, self.layer_setting("rope_frequencies"))
+        self.shift = rotary_shift(settings, shape, self.layer_setting("rope_frequencies"), self.rotation)
         self.needs_positions = self.needs_positions or self.shift is not None
         sizes = (shape.num_heads, shape.num_key_value_heads, shape.head_dim, settings["num_features"])
         self.feature_map: Any = FEATURE_MAPS[settings["feature_map"]](*sizes)
@@ -86,7 +86,7 @@ class HybridAttention(HybridOptions, WindowAttention):
         self.score_slope = nn.Parameter(torch.empty(heads), requires_grad=False)
         self.needs_gates = True
         # Of a key farther away than the trained length, the logit is that at this distance, as with sinks.
-        self.to_kept = RotaryShift(shape.rotary) if shape.rotary and self.trained_length else None
+        self.to_kept = self.rotation if self.trained_length else None
         self.keeps_positions = self.keeps_positions or self.to_kept is not None
         self.needs_positions = self.needs_positions or self.keeps_positions
 
@@ -132,6 +132,8 @@ class HybridAttention(HybridOptions, WindowAttention):
         if not self._is_plain or torch.is_grad_enabled():
             return None
         query = inputs.query
+        if query.device.type == "cuda" and (found := implemented("hybrid_step_on_cuda", self, inputs, old)) is not None:
+            return found
         if implemented("takes_hybrid_step", query, inputs.key, inputs.value, old.key, old.value):
             return implemented("hybrid_step", self._step_arguments(inputs, old), inputs.in_place, inputs.rows)
         if inputs.rows is not None:
@@ -251,8 +253,10 @@ class HybridAttention(HybridOptions, WindowAttention):
         """In float32, so that any split of an input compares the same numbers; see `WindowAttention.scores`."""
         if self.score_slope is None or position is None:
             return None
-        recent = self.score_slope.float()[:, None] * (position.float().unsqueeze(1) / SLOPE_TOKENS)
-        return (cast(Tensor, inputs.gates).float().transpose(1, 2) + recent).unsqueeze(-1)
+        own, place = cast(Tensor, inputs.gates).float().transpose(1, 2), position.float().unsqueeze(1)
+        if place.device.type == "cuda" and self.score_slope.dtype != torch.float64:  # in one launch
+            return torch.addcmul(own, self.score_slope[:, None], place, value=1 / SLOPE_TOKENS).unsqueeze(-1)
+        return (own + self.score_slope.float()[:, None] * (place / SLOPE_TOKENS)).unsqueeze(-1)
 
     def _parts_with_exact_keys(
         self, inputs: MechanismInputs, line: Line, mask: Tensor, sums: Any
@@ -287,6 +291,9 @@ class HybridAttention(HybridOptions, WindowAttention):
         query, features = inputs.query, self.feature_map.num_features
         if not self._is_plain or not self.joins_at_once:
             return None
+        on_cuda = (self, inputs, line, sinks, seen, sums)
+        if query.device.type == "cuda" and (found := implemented("hybrid_on_cuda", *on_cuda)) is not None:
+            return found
         if not implemented("takes_hybrid", query, line.key, line.value, line.kind, features):
             return None
         kernel_map = self.feature_map.kernel_map(inputs.scaling)

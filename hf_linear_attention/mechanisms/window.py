@@ -198,7 +198,8 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         # Beyond the trained length, slow frequencies would reverse the sign of a sink's logit; for the same reason
         # StreamingLLM (section 3.2) counts positions inside its cache.
         self.trained_length = settings["trained_length"]
-        self.to_sinks = RotaryShift(shape.rotary) if shape.rotary and self.trained_length and self.num_sinks else None
+        self.rotation = RotaryShift(shape.rotary) if shape.rotary else None
+        self.to_sinks = self.rotation if self.trained_length and self.num_sinks else None
         self.needs_positions = self.to_sinks is not None
 
     def reset_parameters(self) -> None:
@@ -334,7 +335,8 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         first = min(s, length)
         ordinary = F.pad(torch.ones(batch, length - first, dtype=torch.bool, device=device), (first, 0))
         placed = inputs.positions if self.keeps_positions else None
-        place = torch.arange(1, length + 1, dtype=torch.long, device=device)[None] if self.num_exact_keys else None
+        # Positions of scores, which are computed in float32.
+        place = torch.arange(1, length + 1, dtype=torch.float32, device=device)[None] if self.num_exact_keys else None
         line = Line(inputs.key, inputs.value, ordinary, placed, self.scores(inputs, place))
         kind = inputs.key.new_full((batch, w), ORDINARY, dtype=torch.int8)
         if length < w + s:  # some slots of the window hold a sink or are empty

@@ -33,22 +33,21 @@ class RotaryShift:
     The move is a pure rotation: a factor on cos and sin (YaRN) remains in the queries or keys.
     """
 
-    def __init__(self, rotary: Rotary, first: int = 0) -> None:
+    def __init__(self, rotary: Rotary, first: int = 0, like: RotaryShift | None = None) -> None:
         self.rotary, self.first = rotary, first
-        self._frequencies: Tensor | None = None
+        self._tables: list[Tensor] = [] if like is None else like._tables  # one for all shifts of a layer
 
     def frequencies(self, like: Tensor) -> Tensor:
         """Those that move, in float32 on the device of `like`.
 
         On a GPU they are made once: a copy from the host would be a step of every layer that no CUDA graph may have.
         """
-        kept = self._frequencies
+        kept = self._tables[0] if self._tables else None
         if kept is None or kept.device != like.device:
-            slow = self.rotary.inverse_frequencies[self.first :]
-            kept = torch.tensor(slow, dtype=torch.float32, device=like.device)
+            kept = torch.tensor(self.rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
             if like.device.type != "cpu" and is_eager(like):
-                self._frequencies = kept
-        return kept
+                self._tables[:] = [kept]
+        return kept[self.first :]
 
     def __call__(self, x: Tensor, tokens: Tensor) -> Tensor:
         """`x [B, heads, N, D]` moved by `tokens` positions (integers `[B, N]` or `[B, heads, N]`, positive: right)."""
@@ -85,11 +84,13 @@ def rotary_of(settings: Mapping[str, Any]) -> dict[int, Rotary]:
     }
 
 
-def rotary_shift(settings: Mapping[str, Any], shape: LayerShape, frequencies: int | None) -> RotaryShift | None:
+def rotary_shift(
+    settings: Mapping[str, Any], shape: LayerShape, frequencies: int | None, like: RotaryShift | None = None
+) -> RotaryShift | None:
     """The shift of the frequencies that the feature map must not see; None with `rope` = `before_map`."""
     if settings["rope"] == "before_map" or shape.rotary is None:
         return None
-    return RotaryShift(shape.rotary, 0 if settings["rope"] == "none" else frequencies or 0)
+    return RotaryShift(shape.rotary, 0 if settings["rope"] == "none" else frequencies or 0, like)
 
 
 def without_hidden(shift: RotaryShift | None, inputs: MechanismInputs) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hybrid` on CUDA by Triton kernels: which calls they take, and the operators that run them.
+
+A decoding step is three launches (triton_step.py), and reading many tokens at most ten (triton_prefill.py). Only
+without gradients: training on CUDA, packed sequences and the feature map of Hedgehog stay with torch and fla-core.
+Triton is imported by the first call that it takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..torch_kernels.blocks import EXP, needs_plain
+from . import fla
+from .hybrid_step import PLACES
+from .operators import Operator, register
+
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Those of the largest blocks that stay in registers.
+MOST_COLUMNS, MOST_WEIGHTS, MOST_GROUPS, MOST_SINKS = 256, 16384, 32, 64
+
+STEP = (
+    "Tensor query, Tensor key, Tensor value, Tensor? score, Tensor? slope, Tensor? position, "
+    "Tensor key_weight, Tensor? key_bias, Tensor? key_norm, Tensor query_weight, Tensor? log_decay, {} state, "
+    "Tensor log_scale, Tensor norm_weight, Tensor? frequencies, Tensor? rows, int first_turned, bool is_interleaved, "
+    "int trained_length, float scaling, float slope_scale, bool is_rate"
+)
+STEP_STATE = 11  # the place of the state among these arguments
+PREFILL = (
+    "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor sink_key, Tensor sink_value, Tensor seen, "
+    "Tensor? score, Tensor? position, Tensor? key_position, Tensor key_weight, Tensor? key_bias, Tensor? key_norm, "
+    "Tensor query_weight, Tensor? log_decay, Tensor? sums, Tensor[] kept, Tensor log_scale, Tensor norm_weight, "
+    "Tensor? frequencies, int window, int count, int first_turned, bool is_interleaved, int trained_length, "
+    "float scaling, bool is_rate"
+)
+
+
+@functools.cache
+def is_installed() -> bool:
+    """Whether there is a Triton to compile the kernels with."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def takes(
+    query: Tensor, key: Tensor, value: Tensor, sink_key: Tensor, key_weight: Tensor, function: int
+) -> bool:  # fmt: skip
+    """Whether the kernels compute `hybrid` for these tensors: on CUDA, without gradients, of sizes for which they are.
+
+    Args:
+        key_weight: `[Hkv, D, F]`, of the feature map whose function is `function`.
+    """
+    if torch.is_grad_enabled() or needs_plain(query) or not fla.is_on_cuda(query) or not is_installed():
+        return False
+    features, columns = key_weight.shape[2], max(query.shape[3], value.shape[3])
+    return (
+        function == EXP
+        and all(x.dtype in DTYPES for x in (query, key, value))
+        and 0 < columns <= MOST_COLUMNS
+        and features * columns <= MOST_WEIGHTS
+        and query.shape[1] // key.shape[1] <= MOST_GROUPS
+        and sink_key.shape[2] <= MOST_SINKS
+        and query.shape[0] > 0
+    )
+
+
+def step(
+    query: Tensor, key: Tensor, value: Tensor, score: Tensor | None, slope: Tensor | None, position: Tensor | None,
+    key_weight: Tensor, key_bias: Tensor | None, key_norm: Tensor | None, query_weight: Tensor,
+    log_decay: Tensor | None, state: Sequence[Tensor], log_scale: Tensor, norm_weight: Tensor,
+    frequencies: Tensor | None, rows: Tensor | None, *, first_turned: int, is_interleaved: bool, trained_length: int,
+    scaling: float, slope_scale: float, is_rate: bool, in_place: bool,
+) -> tuple[Tensor, Sequence[Tensor]]:  # fmt: skip
+    """One new real token of `hybrid` in arguments that `takes` takes: the output `[B, 1, H, W]` and the new state.
+
+    Args:
+        slope: `[Hkv]`; the score of token n (counted from 1) is `score [B, 1, Hkv]` + n `slope` `slope_scale`.
+        position: int32 `[B, 1]`.
+        log_decay: `[Hkv]`, the logarithm of the decay per token, or with `is_rate` the rate of `LearnedDecay`.
+        state: the 7, 8, 12 or 14 tensors of the mechanism's state; with `in_place` they become the new state, those of
+            sequence b in block `rows[b]`, or b without `rows`.
+        frequencies: float32 on the device, one for each pair of columns that rotary embedding turns; the feature map
+            does not see the turns from `first_turned` on.
+        trained_length: from it on (0: never), sinks and exact keys are compared as far away as at most there.
+    """
+    given = (query, key, value, score, slope, position, key_weight, key_bias, key_norm, query_weight, log_decay)
+    others = (log_scale, norm_weight, frequencies, rows, first_turned, is_interleaved, trained_length, scaling)
+    others = (*others, slope_scale, is_rate)
+    if in_place:
+        return OPERATORS.hybrid_step_on_cuda_(*given, list(state), *others), state
+    *new, output = OPERATORS.hybrid_step_on_cuda(*given, list(state), *others)
+    return output, tuple(new)
+
+
+def prefill(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sink_key: Tensor, sink_value: Tensor, seen: Tensor,
+    score: Tensor | None, position: Tensor | None, key_position: Tensor | None, key_weight: Tensor,
+    key_bias: Tensor | None, key_norm: Tensor | None, query_weight: Tensor, log_decay: Tensor | None,
+    sums: Tensor | None, kept: Sequence[Tensor], log_scale: Tensor, norm_weight: Tensor, frequencies: Tensor | None,
+    *, window: int, count: int, first_turned: int, is_interleaved: bool, trained_length: int, scaling: float,
+    is_rate: bool,
+) -> tuple[Tensor, Tensor, Sequence[Tensor]]:  # fmt: skip
+    """Several tokens of `hybrid` in arguments that `takes` takes, of which the first ones of a row may be padding.
+
+    Args:
+        key, value: `[B, Hkv, L, D or W]` of N tokens, or of the `window` rows before them too.
+        visible: bool `[B, L]`, True where there is a key that is no sink. In a row, these are the last ones.
+        seen: bool `[B, N, s]`, which of the sinks `[B, Hkv, s, D or W]` each query sees.
+        score: float32 `[B, Hkv, L, 1]`, with exact keys, of which `count` are kept; 0 without them.
+        position, key_position: int32 `[B, N]` and `[B, L]`, where keys are turned.
+        sums, kept: `[B, Hkv, F, W + 2]` and the tensors of `Kept` from before, or None and nothing.
+        frequencies, first_turned, trained_length, log_decay, is_rate: see `step`.
+
+    Returns:
+        The output `[B, N, H, W]`, the sums and the tensors of `Kept` after the last token.
+    """
+    query, key, value, *sinks = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, sink_key, sink_value)
+    )
+    places = [None if x is None else x.contiguous() for x in (position, key_position)]
+    given = (query, key, value, visible.contiguous(), *sinks, seen.contiguous(), score, *places)
+    given = (
+        *given,
+        key_weight,
+        key_bias,
+        key_norm,
+        query_weight,
+        log_decay,
+        sums,
+        [x.contiguous() for x in kept],
+        log_scale,
+        norm_weight,
+        frequencies,
+    )
+    how = window, count, first_turned, is_interleaved, trained_length, scaling, is_rate
+    output, new_sums, *new = OPERATORS.hybrid_on_cuda(*given, *how)
+    return output, new_sums, new
+
+
+def _prefill(*given: Any) -> list[Tensor]:
+    from .triton_prefill import run
+
+    output, sums, *kept = found = _fake_prefill(*given)
+    run(*given, out=output, new_sums=sums, new_kept=kept)
+    return found
+
+
+def _fake_prefill(*given: Any) -> list[Tensor]:
+    query, key, value, _, _, _, _, _, _, key_position, key_weight, *_ = given
+    (batch, heads, length, _), kv_heads, width, count = query.shape, key.shape[1], value.shape[3], given[21]
+    sums = query.new_empty(batch, kv_heads, key_weight.shape[2], width + 2, dtype=torch.float32)
+    found = [query.new_empty(batch, length, heads, width), sums]
+    if count:
+        rows = (batch, kv_heads, count)
+        number, place = torch.float32, torch.int32
+        found += [key.new_empty(*rows, key.shape[3]), value.new_empty(*rows, width)]
+        found += [key.new_empty(*rows, 1, dtype=number), key.new_empty(*rows, 1, dtype=place)]
+        found += [] if key_position is None else [key.new_empty(*rows, 1, dtype=place)]
+    return found
+
+
+def _in_order(state: Sequence[Tensor]) -> list[Tensor | None]:
+    return [None if place is None else state[place] for place in PLACES[len(state)]]
+
+
+def _step_(*given: Any) -> Tensor:
+    state = given[STEP_STATE]
+    return _run_step(given, state, state)
+
+
+def _step(*given: Any) -> list[Tensor]:
+    state = [x.contiguous() for x in given[STEP_STATE]]
+    new = [torch.empty_like(x) for x in state]
+    return [*new, _run_step(given, state, new)]
+
+
+def _run_step(given: Sequence[Any], state: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
+    from .triton_step import run
+
+    tensors = [None if x is None else x.contiguous() for x in given[:STEP_STATE]]
+    *shared, frequencies, rows, first, is_interleaved, trained, scaling, slope_scale, is_rate = given[STEP_STATE + 1 :]
+    out = _fake_step_(*given)
+    run(
+        *tensors, _in_order(state), _in_order(new), *shared, frequencies, first, is_interleaved, trained, scaling,
+        slope_scale=slope_scale, is_rate=is_rate, rows=rows, out=out,
+    )  # fmt: skip
+    return out
+
+
+def _fake_step_(*given: Any) -> Tensor:
+    query, _, value, *_ = given
+    return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
+
+
+def _fake_step(*given: Any) -> list[Tensor]:
+    new = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[STEP_STATE]]
+    return [*new, _fake_step_(*given)]
+
+
+OPERATORS = register(
+    {
+        "hybrid_on_cuda": Operator(f"({PREFILL}) -> Tensor[]", _prefill, _fake_prefill),
+        "hybrid_step_on_cuda": Operator(f"({STEP.format('Tensor[]')}) -> Tensor[]", _step, _fake_step),
+        "hybrid_step_on_cuda_": Operator(f"({STEP.format('Tensor(a!)[]')}) -> Tensor", _step_, _fake_step_),
+    }
+)

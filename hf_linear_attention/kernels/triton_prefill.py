@@ -1,0 +1,623 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading many tokens with `hybrid` on CUDA: window, sinks, exact and far keys in one softmax, without gradients.
+
+Keys of the line leave the window one by one, key M + t of this numbering before query t; the first M are those that
+were kept before. A key is displaced when the M-th key that is better than it (of a larger score, or an equal and older
+one) has come, and so each key's time follows from the scores alone, without an order in which keys are visited:
+
+    _choose      for every key when it is displaced, by counting, and for every query which key is
+    _list        for each chunk of `CHUNK` queries the keys that some of them sees, and those that are kept at the end
+    _exponents   those of the displaced keys
+    _group_sums  the far sums of each group of chunks alone, if there are several groups
+    _states      the far sums before each chunk, a program per group, and those after the last token
+    _outputs     a program per chunk and query head: one running softmax over all keys
+    _keep        the exact keys that the next tokens find
+
+No program writes what another one of the same launch reads. Within a chunk, a displaced key is lost beside one that
+comes later and is e^80 times larger in every feature.
+
+Axes: B sequences, H query heads, Hkv key/value heads, G = H / Hkv, N queries, L keys of the line, D head_dim, W columns
+of values, F features, M exact keys, K chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_step import TYPES, _frequency, _log_decay, _pair, _turned, wide
+
+
+EMPTY = tl.constexpr(-1e30)  # EMPTY_MAXIMUM
+CHUNK = 64
+GROUP = 16  # chunks of a group
+COMPARED = 64  # keys that are compared with as many at once
+LISTED = 1024
+
+
+@triton.jit
+def _score_of(g, score, row, visible, kept_score, kept_age, before, N, W: tl.constexpr, M: tl.constexpr):
+    """The scores of keys, -inf where there is none."""
+    slot = g - M + before - W
+    there = (g >= M) & (slot >= 0) & (g < M + N)
+    there = there & (tl.load(visible + slot, mask=there, other=0) != 0)
+    found = tl.load(score + slot * row, mask=there, other=float("-inf"))
+    if kept_score is not None:
+        old = (g < M) & (tl.load(kept_age + g, mask=g < M, other=0) > 0)
+        found = tl.where(old, tl.load(kept_score + g, mask=old, other=0.0), found)
+    return found
+
+
+@triton.jit
+def _head_of(bh, batch, head, HKV: tl.constexpr):
+    """Where the numbers of a key/value head begin, from the strides of sequences and heads."""
+    return (bh // HKV).to(tl.int64) * batch + (bh % HKV).to(tl.int64) * head
+
+
+@triton.jit
+def _choose(
+    score, visible, kept_score, kept_age, leave, gone, score_batch, score_head, score_row, before, L, N,
+    HKV: tl.constexpr, W: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    bh = tl.program_id(0)
+    i, step = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK)
+    score += _head_of(bh, score_batch, score_head, HKV)
+    visible += (bh // HKV).to(tl.int64) * L
+    if kept_score is not None:
+        kept_score += bh * M
+        kept_age += bh * M
+    own = _score_of(i, score, score_row, visible, kept_score, kept_age, before, N, W, M)
+    count = tl.zeros([BLOCK], tl.int32)
+    before_last, last = count, count - 1  # what precedes the block in which the M-th better key is, and its start
+    for start in range(0, M + N, BLOCK):
+        j = start + step
+        others = _score_of(j, score, score_row, visible, kept_score, kept_age, before, N, W, M)
+        better = (others[None, :] > own[:, None]) | ((others[None, :] == own[:, None]) & (j[None, :] < i[:, None]))
+        new = count + tl.sum(better.to(tl.int32), 1)
+        crosses = (count < M) & (new >= M)
+        before_last, last = tl.where(crosses, count, before_last), tl.where(crosses, start, last)
+        count = new
+    j = last[:, None] + step[None, :]
+    others = _score_of(tl.maximum(j, 0), score, score_row, visible, kept_score, kept_age, before, N, W, M)
+    better = (others > own[:, None]) | ((others == own[:, None]) & (j < i[:, None]))
+    earlier = (before_last[:, None] + tl.cumsum(better.to(tl.int32), 1) < M).to(tl.int32)
+    at = tl.maximum(last + tl.sum(earlier, 1), i) - M
+    is_there = own > float("-inf")
+    at = tl.where(is_there, tl.where(last >= 0, at, N + 1), tl.maximum(i - M, 0))
+    tl.store(leave + bh.to(tl.int64) * (M + N) + i, at, mask=i < M + N)
+    tl.store(gone + bh.to(tl.int64) * N + at, i, mask=is_there & (at < N) & (i < M + N))
+
+
+@triton.jit
+def _list(leave, listed, counts, N, K, ROOM: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    bh, k = tl.program_id(0), tl.program_id(1)
+    leave += bh.to(tl.int64) * (M + N)
+    listed += (bh * (K + 1) + k).to(tl.int64) * ROOM
+    first = tl.minimum(k * C, N)
+    end = tl.minimum(first + C, N)
+    count = 0
+    for start in range(0, M + end, BLOCK):
+        g = start + tl.arange(0, BLOCK)
+        at = tl.load(leave + g, mask=g < M + end, other=0)
+        is_seen = ((at > first) & (at > g - M)).to(tl.int32)
+        tl.store(listed + count + tl.cumsum(is_seen, 0) - 1, g, mask=is_seen > 0)
+        count += tl.sum(is_seen, 0)
+    tl.store(counts + bh * (K + 1) + k, count)
+
+
+@triton.jit
+def _gone_at(t, gone, visible, before, N, W: tl.constexpr, M: tl.constexpr):
+    """The key that is displaced before each query, -1 for none; without exact keys, the one that leaves the window."""
+    if M > 0:
+        found = tl.load(gone + t, mask=t < N, other=-1)
+    else:
+        slot = t + before - W
+        there = (slot >= 0) & (t < N)
+        found = tl.where(tl.load(visible + slot, mask=there, other=0) != 0, t, -1)
+    return found
+
+
+@triton.jit
+def _order_at(t, order, before, N, W: tl.constexpr):
+    """How many keys have left the window before query t, which counts from 0; none before the first key."""
+    slot = tl.minimum(t, N - 1) + before - W
+    return tl.load(order + slot, mask=slot >= 0, other=0)
+
+
+@triton.jit
+def _rows(g, there, column, inside, line, row, kept, before, WIDTH: tl.constexpr, W: tl.constexpr, M: tl.constexpr):
+    """Columns `[C, WIDTH]` of the keys or values g, from the line or from what was kept."""
+    slot = (g - M + before - W).to(tl.int64)
+    mask = there[:, None] & inside[None, :]
+    found = tl.load(line + slot[:, None] * row + column[None, :], mask=mask & (g >= M)[:, None], other=0.0)
+    if kept is not None:
+        old = tl.load(kept + g[:, None] * WIDTH + column[None, :], mask=mask & (g < M)[:, None], other=0.0)
+        found = tl.where((g < M)[:, None], old, found)
+    return found
+
+
+@triton.jit
+def _numbers(g, there, line, row, kept, before, W: tl.constexpr, M: tl.constexpr):
+    """Numbers of the keys g, as `_rows` finds rows."""
+    found = tl.load(line + (g - M + before - W) * row, mask=there & (g >= M), other=0)
+    if kept is not None:
+        found = tl.where(g < M, tl.load(kept + g, mask=there & (g < M), other=0), found)
+    return found
+
+
+@triton.jit
+def _exponents(
+    key, visible, order, gone, key_position, frequencies, key_weight, key_bias, key_norm, log_decay,
+    kept_key, kept_age, kept_position, exponents, key_batch, key_head, key_row, before, L, N, root,
+    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, W: tl.constexpr,
+    M: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, INTERLEAVED: tl.constexpr,
+    IS_RATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    bh, t = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C)
+    b, h = (bh // HKV).to(tl.int64), bh % HKV
+    c, f = tl.arange(0, DP), tl.arange(0, FP)
+    key += _head_of(bh, key_batch, key_head, HKV)
+    order += b * L
+    if kept_key is not None:
+        kept_key += bh * M * D
+    g = _gone_at(t, gone + bh.to(tl.int64) * N, visible + b * L, before, N, W, M)
+    there = g >= 0
+    x = _rows(g, there, c, c < D, key, key_row, kept_key, before, D, W, M).to(tl.float32)
+    if FIRST < PAIRS:
+        other, number, sign = _pair(c, PAIRS, INTERLEAVED)
+        x_other = _rows(g, there, other, c < D, key, key_row, kept_key, before, D, W, M).to(tl.float32)
+        if kept_position is not None:
+            kept_position += bh * M
+        place = _numbers(g, there, key_position + b * L, 1, kept_position, before, W, M)
+        turn = _frequency(frequencies, c, FIRST, PAIRS, INTERLEAVED)
+        x = _turned(x, x_other, sign[None, :], -place.to(tl.float32)[:, None] * turn[None, :])
+    x *= root
+    inside = (c < D)[:, None] & (f < F)[None, :]
+    weight = tl.load(key_weight + h * D * F + c[:, None] * F + f[None, :], mask=inside, other=0.0).to(tl.float32)
+    found = tl.dot(x, weight, input_precision=PRECISION)
+    if key_bias is not None:
+        found += tl.load(key_bias + h * F + f, mask=f < F, other=0.0).to(tl.float32)[None, :]
+    if key_norm is not None:
+        found -= (tl.load(key_norm + h).to(tl.float32) / 2 * tl.sum(x * x, 1))[:, None]
+    if log_decay is not None:
+        came = tl.load(order + g - M + before - W, mask=there & (g >= M), other=0)
+        if kept_age is not None:
+            came = tl.where(g < M, 1 - tl.load(kept_age + bh * M + g, mask=there & (g < M), other=0), came)
+        age = (_order_at(t, order, before, N, W) - came).to(tl.float32)
+        found += (_log_decay(log_decay, h, IS_RATE) * age)[:, None]
+    found = tl.where(there[:, None], found, EMPTY)
+    at = (bh.to(tl.int64) * N + t)[:, None] * F + f[None, :]
+    tl.store(exponents + at, found, mask=(t < N)[:, None] & (f < F)[None, :])
+
+
+@triton.jit
+def _add_chunk(
+    state, total, top, k, t, column, f, exponents, value, value_row, kept_value, visible, order, gone, lam, before, N,
+    F: tl.constexpr, V: tl.constexpr, W: tl.constexpr, M: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The far sums after a chunk from those before it."""
+    n = k * C + t
+    g = _gone_at(n, gone, visible, before, N, W, M)
+    end = _order_at(k * C + C - 1, order, before, N, W)
+    fades = (end - _order_at(n, order, before, N, W)).to(tl.float32)
+    own = tl.load(
+        exponents + n.to(tl.int64)[:, None] * F + f[None, :], mask=(n < N)[:, None] & (f < F)[None, :], other=EMPTY
+    )
+    own += (lam * fades)[:, None]
+    faded = top + lam * (end - _order_at(k * C - 1, order, before, N, W)).to(tl.float32)
+    new = tl.maximum(faded, tl.max(own, 0))
+    weight = tl.where((g >= 0)[:, None], tl.exp(own - new[None, :]), 0.0)
+    keep = tl.exp(faded - new)
+    values = _rows(g, g >= 0, column, column < V, value, value_row, kept_value, before, V, W, M)
+    state = state * keep[:, None] + tl.dot(tl.trans(weight), values.to(tl.float32), input_precision=PRECISION)
+    return state, total * keep + tl.sum(weight, 0), new
+
+
+@triton.jit
+def _group_sums(
+    exponents, value, kept_value, visible, order, gone, log_decay, sums, group_sums, value_batch, value_head, value_row,
+    before, L, N, K,
+    HKV: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, W: tl.constexpr,
+    M: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    IS_RATE: tl.constexpr,
+):  # fmt: skip
+    bh, group = tl.program_id(0), tl.program_id(1)
+    b, f, t, column = (
+        (bh // HKV).to(tl.int64),
+        tl.arange(0, FP),
+        tl.arange(0, C),
+        tl.program_id(2) * VB + tl.arange(0, VB),
+    )
+    lam = _log_decay(log_decay, bh % HKV, IS_RATE)
+    exponents += bh.to(tl.int64) * N * F
+    value += _head_of(bh, value_batch, value_head, HKV)
+    if kept_value is not None:
+        kept_value += bh * M * V
+    state, total, top = tl.zeros([FP, VB], tl.float32), tl.zeros([FP], tl.float32), tl.zeros([FP], tl.float32) + EMPTY
+    for k in range(group * IN_GROUP, group * IN_GROUP + IN_GROUP):
+        state, total, top = _add_chunk(
+            state, total, top, k, t, column, f, exponents, value, value_row, kept_value, visible + b * L, order + b * L,
+            gone + bh.to(tl.int64) * N, lam, before, N, F, V, W, M, C, PRECISION,
+        )  # fmt: skip
+    _store_sums(group_sums + (bh * GROUPS + group).to(tl.int64) * F * (V + 2), state, total, top, f, column, F, V)
+
+
+@triton.jit
+def _store_sums(at, state, total, top, f, column, F: tl.constexpr, V: tl.constexpr):
+    """Write S, Z and m `[F, V + 2]`; of the programs for parts of the columns, the first one writes Z and m."""
+    mask = (f < F)[:, None] & (column < V)[None, :]
+    tl.store(at + f[:, None] * (V + 2) + column[None, :], state, mask=mask)
+    if tl.program_id(2) == 0:
+        tl.store(at + f * (V + 2) + V, total, mask=f < F)
+        tl.store(at + f * (V + 2) + V + 1, top, mask=f < F)
+
+
+@triton.jit
+def _load_sums(at, f, column, F: tl.constexpr, V: tl.constexpr):
+    mask = (f < F)[:, None] & (column < V)[None, :]
+    state = tl.load(at + f[:, None] * (V + 2) + column[None, :], mask=mask, other=0.0)
+    total = tl.load(at + f * (V + 2) + V, mask=f < F, other=0.0)
+    return state, total, tl.load(at + f * (V + 2) + V + 1, mask=f < F, other=EMPTY)
+
+
+@triton.jit
+def _states(
+    exponents, value, kept_value, visible, order, gone, log_decay, sums, group_sums, states, new_sums,
+    value_batch, value_head, value_row, before, L, N, K,
+    HKV: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, W: tl.constexpr,
+    M: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    IS_RATE: tl.constexpr,
+):  # fmt: skip
+    bh, group = tl.program_id(0), tl.program_id(1)
+    b, f, t, column = (
+        (bh // HKV).to(tl.int64),
+        tl.arange(0, FP),
+        tl.arange(0, C),
+        tl.program_id(2) * VB + tl.arange(0, VB),
+    )
+    lam = _log_decay(log_decay, bh % HKV, IS_RATE)
+    exponents += bh.to(tl.int64) * N * F
+    value += _head_of(bh, value_batch, value_head, HKV)
+    if kept_value is not None:
+        kept_value += bh * M * V
+    visible += b * L
+    order += b * L
+    gone += bh.to(tl.int64) * N
+    state, total, top = tl.zeros([FP, VB], tl.float32), tl.zeros([FP], tl.float32), tl.zeros([FP], tl.float32) + EMPTY
+    if sums is not None:
+        state, total, top = _load_sums(sums + bh.to(tl.int64) * F * (V + 2), f, column, F, V)
+    for earlier in range(0, group):
+        first = earlier * IN_GROUP * C
+        count = _order_at(first + IN_GROUP * C - 1, order, before, N, W) - _order_at(first - 1, order, before, N, W)
+        at = group_sums + (bh * GROUPS + earlier).to(tl.int64) * F * (V + 2)
+        own, own_total, own_top = _load_sums(at, f, column, F, V)
+        faded = top + lam * count.to(tl.float32)
+        new = tl.maximum(faded, own_top)
+        keep, grow = tl.exp(faded - new), tl.exp(own_top - new)
+        state, total, top = state * keep[:, None] + own * grow[:, None], total * keep + own_total * grow, new
+    for k in range(group * IN_GROUP, tl.minimum(group * IN_GROUP + IN_GROUP, K)):
+        _store_sums(states + (bh * K + k).to(tl.int64) * F * (V + 2), state, total, top, f, column, F, V)
+        state, total, top = _add_chunk(
+            state, total, top, k, t, column, f, exponents, value, value_row, kept_value, visible, order, gone, lam,
+            before, N,
+            F, V, W, M, C, PRECISION,
+        )  # fmt: skip
+    if group == GROUPS - 1:
+        _store_sums(new_sums + bh.to(tl.int64) * F * (V + 2), state, total, top, f, column, F, V)
+
+
+@triton.jit
+def _more(output, top, total, logits, seen, values, T: tl.constexpr):
+    """Add keys to a running softmax of C queries."""
+    logits = tl.where(seen, logits, EMPTY)
+    new = tl.maximum(top, tl.max(logits, 1))
+    weights = tl.where(seen, tl.exp(logits - new[:, None]), 0.0)
+    fade = tl.exp(top - new)
+    output = output * fade[:, None] + tl.dot(weights.to(T), values.to(T), input_precision="ieee")
+    return output, new, total * fade + tl.sum(weights, 1)
+
+
+@triton.jit
+def _outputs(
+    query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,
+    query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position,
+    leave, listed, counts, gone, exponents, states, out, query_batch, query_head, query_row, key_batch, key_head,
+    key_row, value_batch, value_head, value_row,
+    sink_key_batch, sink_key_head, sink_key_row, sink_value_batch, sink_value_head, sink_value_row,
+    before, L, N, K, scaling, root, trained,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+    F: tl.constexpr, FP: tl.constexpr, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, M: tl.constexpr,
+    ROOM: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CLAMPS: tl.constexpr, IS_RATE: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    k, head = tl.program_id(0), tl.program_id(1)
+    b, h = (head // (HKV * G)).to(tl.int64), (head % (HKV * G)) // G
+    bh = (head // G).to(tl.int64)
+    own_head = head % (HKV * G)
+    t, c, cv, f, j = tl.arange(0, C), tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, FP), tl.arange(0, BLOCK)
+    n = k * C + t
+    real = n < N
+    visible += b * L
+    order += b * L
+    key += _head_of(bh, key_batch, key_head, HKV)
+    value += _head_of(bh, value_batch, value_head, HKV)
+    if kept_key is not None:
+        kept_key += bh * M * D
+        kept_value += bh * M * V
+    query += b * query_batch + own_head.to(tl.int64) * query_head + n.to(tl.int64)[:, None] * query_row
+    inside = real[:, None] & (c < D)[None, :]
+    q = tl.load(query + c[None, :], mask=inside, other=0.0)
+    other, number, sign = _pair(c, PAIRS, INTERLEAVED)
+    output, top, total = tl.zeros([C, VP], tl.float32), tl.zeros([C], tl.float32) + EMPTY, tl.zeros([C], tl.float32)
+    furthest = -1
+    if CLAMPS:
+        p = tl.load(position + b * N + n, mask=real, other=0)
+        furthest = tl.max(p, 0)
+    if S > 0:
+        js = tl.arange(0, SP)
+        sink_key += _head_of(bh, sink_key_batch, sink_key_head, HKV)
+        sink_value += _head_of(bh, sink_value_batch, sink_value_head, HKV)
+        sinks = tl.load(
+            sink_key + js[:, None] * sink_key_row + c[None, :], mask=(js < S)[:, None] & (c < D)[None, :], other=0.0
+        )
+        sink_values = tl.load(
+            sink_value + js[:, None] * sink_value_row + cv[None, :],
+            mask=(js < S)[:, None] & (cv < V)[None, :],
+            other=0.0,
+        )
+        sink_mask = real[:, None] & (js < S)[None, :]
+        sees_sinks = tl.load(seen + (b * N + n)[:, None] * S + js[None, :], mask=sink_mask, other=0) != 0
+        moved = q
+        if CLAMPS:
+            if furthest >= trained:
+                near_turn = _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
+                near_angle = (tl.minimum(p, trained - 1) - p).to(tl.float32)[:, None] * near_turn
+                near_other = tl.load(query + other[None, :], mask=inside, other=0.0).to(tl.float32)
+                moved = _turned(q.to(tl.float32), near_other, sign[None, :], near_angle).to(q.dtype)
+        of_sinks = scaling * tl.dot(moved.to(T), tl.trans(sinks.to(T)), input_precision="ieee")
+        output, top, total = _more(output, top, total, of_sinks, sees_sinks, sink_values, T)
+    last = before + tl.minimum(k * C + C, N)
+    for start in range(tl.maximum(before + k * C - W + 1, 0), last, BLOCK):
+        slot = start + j
+        own = slot < last
+        there = own & (tl.load(visible + slot, mask=own, other=0) != 0)
+        at = slot.to(tl.int64)[:, None]
+        keys = tl.load(key + at * key_row + c[None, :], mask=there[:, None] & (c < D)[None, :], other=0.0)
+        values = tl.load(value + at * value_row + cv[None, :], mask=there[:, None] & (cv < V)[None, :], other=0.0)
+        distance = (before + n)[:, None] - slot[None, :]
+        sees = there[None, :] & (distance >= 0) & (distance < W)
+        logits = scaling * tl.dot(q.to(T), tl.trans(keys.to(T)), input_precision="ieee")
+        output, top, total = _more(output, top, total, logits, sees, values, T)
+    if M > 0:
+        moved = q
+        if CLAMPS:
+            if furthest >= trained:
+                far_turn = _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
+                far_other = tl.load(query + other[None, :], mask=inside, other=0.0).to(tl.float32)
+                far_angle = (trained - 1 - p).to(tl.float32)[:, None] * far_turn
+                moved = _turned(q.to(tl.float32), far_other, sign[None, :], far_angle).to(q.dtype)
+            if kept_position is not None:
+                kept_position += bh * M
+        leave += bh * (M + N)
+        listed += (bh * (K + 1) + k) * ROOM
+        count = tl.load(counts + bh * (K + 1) + k)
+        for start in range(0, count, BLOCK):
+            there = start + j < count
+            g = tl.load(listed + start + j, mask=there, other=0)
+            ends = tl.load(leave + g, mask=there, other=0)
+            keys = _rows(g, there, c, c < D, key, key_row, kept_key, before, D, W, M)
+            values = _rows(g, there, cv, cv < V, value, value_row, kept_value, before, V, W, M)
+            sees = there[None, :] & (g[None, :] - M <= n[:, None]) & (n[:, None] < ends[None, :])
+            logits = tl.dot(q.to(T), tl.trans(keys.to(T)), input_precision="ieee")
+            if CLAMPS:
+                if furthest >= trained:
+                    turn = _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
+                    place = _numbers(g, there, key_position + b * L, 1, kept_position, before, W, M)
+                    keys_other = _rows(g, there, other, c < D, key, key_row, kept_key, before, D, W, M).to(tl.float32)
+                    back = -place.to(tl.float32)[:, None] * turn
+                    turned = _turned(keys.to(tl.float32), keys_other, sign[None, :], back).to(keys.dtype)
+                    distant = tl.dot(moved.to(T), tl.trans(turned.to(T)), input_precision="ieee")
+                    logits = tl.where(p[:, None] - place[None, :] >= trained, distant, logits)
+            output, top, total = _more(output, top, total, scaling * logits, sees, values, T)
+    # The exponents of the queries, which the far keys have in common.
+    x = q.to(tl.float32)
+    norm = tl.sum(x * x, 1)
+    if FIRST < PAIRS:
+        map_turn = _frequency(frequencies, c, FIRST, PAIRS, INTERLEAVED)[None, :]
+        x_other = tl.load(query + other[None, :], mask=inside, other=0.0).to(tl.float32)
+        place_of = tl.load(position + b * N + n, mask=real, other=0).to(tl.float32)
+        x = _turned(x, x_other, sign[None, :], -place_of[:, None] * map_turn)
+    weight = tl.load(
+        query_weight + own_head * D * F + c[:, None] * F + f[None, :],
+        mask=(c < D)[:, None] & (f < F)[None, :], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    a = tl.dot(x * root, weight, input_precision=PRECISION)
+    lam = _log_decay(log_decay, h, IS_RATE)
+    add = tl.load(log_scale + own_head).to(tl.float32)
+    add = add - tl.load(norm_weight + own_head).to(tl.float32) * (scaling / 2) * norm
+    came = _order_at(n, order, before, N, W)
+    fade = lam * (came - _order_at(k * C - 1, order, before, N, W)).to(tl.float32)
+    # Those displaced before the chunk.
+    at = states + (bh * K + k) * F * (V + 2)
+    state, weights, largest = _load_sums(at, f, cv, F, V)
+    u = tl.where((f < F)[None, :], a + largest[None, :], 2 * EMPTY)
+    high = tl.max(u, 1)
+    u = tl.exp(u - high[:, None])
+    size = tl.sum(u * weights[None, :], 1)
+    high = tl.where(size > 0, high + add + fade, EMPTY)
+    new = tl.maximum(top, high)
+    keep, grow = tl.exp(top - new), tl.where(size > 0, tl.exp(high - new), 0.0)
+    output = output * keep[:, None] + tl.dot(u.to(T), state.to(T), input_precision="ieee") * grow[:, None]
+    total, top = total * keep + size * grow, new
+    # Those displaced in it.
+    g = _gone_at(n, gone + bh * N, visible, before, N, W, M)
+    e = tl.load(exponents + (bh * N + n)[:, None] * F + f[None, :], mask=real[:, None] & (f < F)[None, :], other=EMPTY)
+    most = tl.max(e, 0)
+    u = tl.where((f < F)[None, :], a + most[None, :], 2 * EMPTY)
+    high = tl.max(u, 1)
+    u = tl.exp(u - high[:, None])
+    weights = tl.where((g >= 0)[:, None] & (f < F)[None, :], tl.exp(e - most[None, :]), 0.0)
+    pairs = tl.dot(u.to(T), tl.trans(weights.to(T)), input_precision="ieee")
+    pairs = pairs * tl.exp(lam * tl.maximum(came[:, None] - came[None, :], 0).to(tl.float32))
+    pairs = tl.where((t[None, :] <= t[:, None]) & (g >= 0)[None, :], pairs, 0.0)
+    values = _rows(g, g >= 0, cv, cv < V, value, value_row, kept_value, before, V, W, M)
+    size = tl.sum(pairs, 1)
+    high = tl.where(size > 0, high + add, EMPTY)
+    new = tl.maximum(top, high)
+    keep, grow = tl.exp(top - new), tl.where(size > 0, tl.exp(high - new), 0.0)
+    output = output * keep[:, None] + tl.dot(pairs.to(T), values.to(T), input_precision="ieee") * grow[:, None]
+    total = total * keep + size * grow
+    output = output / tl.where(total > 0, total, 1.0)[:, None]  # padding sees no key
+    at = ((b * N + n) * (HKV * G) + own_head)[:, None] * V + cv[None, :]
+    tl.store(out + at, output.to(out.dtype.element_ty), mask=real[:, None] & (cv < V)[None, :])
+
+
+@triton.jit
+def _keep(
+    key, value, score, order, key_position, listed, counts, kept_key, kept_value, kept_score, kept_age, kept_position,
+    new_key, new_value, new_score, new_age, new_position, key_batch, key_head, key_row, value_batch, value_head,
+    value_row, score_batch, score_head, score_row, before, L, N, K,
+    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, W: tl.constexpr,
+    M: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    bh, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b, c, cv = bh // HKV, tl.arange(0, DP), tl.arange(0, VP)
+    if kept_key is not None:
+        kept_key += bh * M * D
+        kept_value += bh * M * V
+        kept_score += bh * M
+        kept_age += bh * M
+    # Places without a key come first.
+    rank = j - M + tl.load(counts + bh * (K + 1) + K)
+    there = (rank >= 0) & (j < M)
+    g = tl.load(listed + (bh * (K + 1) + K) * ROOM + rank, mask=there, other=0)
+    row = bh * M + j
+    keys = _rows(g, there, c, c < D, key + _head_of(bh, key_batch, key_head, HKV), key_row, kept_key, before, D, W, M)
+    tl.store(new_key + row[:, None] * D + c[None, :], keys, mask=(j < M)[:, None] & (c < D)[None, :])
+    values = _rows(
+        g, there, cv, cv < V, value + _head_of(bh, value_batch, value_head, HKV), value_row, kept_value, before, V, W, M
+    )
+    tl.store(new_value + row[:, None] * V + cv[None, :], values, mask=(j < M)[:, None] & (cv < V)[None, :])
+    tl.store(
+        new_score + row,
+        _numbers(g, there, score + _head_of(bh, score_batch, score_head, HKV), score_row, kept_score, before, W, M),
+        mask=j < M,
+    )
+    came = tl.load(order + b * L + g - M + before - W, mask=there & (g >= M), other=0)
+    if kept_age is not None:
+        came = tl.where(g < M, 1 - tl.load(kept_age + g, mask=there & (g < M), other=0), came)
+    age = _order_at(N - 1, order + b * L, before, N, W) - came + 1
+    tl.store(new_age + row, tl.where(there, age, 0), mask=j < M)
+    if new_position is not None:
+        if kept_position is not None:
+            kept_position += bh * M
+        tl.store(
+            new_position + row, _numbers(g, there, key_position + b * L, 1, kept_position, before, W, M), mask=j < M
+        )
+
+
+def run(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sink_key: Tensor, sink_value: Tensor, seen: Tensor,
+    score: Tensor | None, position: Tensor | None, key_position: Tensor | None, key_weight: Tensor,
+    key_bias: Tensor | None, key_norm: Tensor | None, query_weight: Tensor, log_decay: Tensor | None,
+    sums: Tensor | None, kept: Sequence[Tensor], log_scale: Tensor, norm_weight: Tensor, frequencies: Tensor | None,
+    window: int, count: int, first_turned: int, is_interleaved: bool, trained_length: int, scaling: float,
+    is_rate: bool, out: Tensor, new_sums: Tensor, new_kept: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Write the output `out [B, N, H, W]`, and the sums and the exact keys after the last token.
+
+    See `HybridArguments` for the arguments, and `triton_step.run` for those of the map.
+    """
+    (batch, heads, length, dim), kv_heads, slots, width = query.shape, key.shape[1], key.shape[2], value.shape[3]
+    features, sinks, device = key_weight.shape[2], sink_key.shape[2], query.device
+    rows, before, chunks = batch * kv_heads, slots - length, -(-length // CHUNK)
+    groups = -(-chunks // GROUP)
+    columns, value_columns = wide(dim), wide(width)
+    pairs = 0 if frequencies is None else frequencies.shape[0]
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    old: list[Tensor | None] = [*kept, *[None] * (5 - len(kept))]
+    kept_key, kept_value, kept_score, kept_age, kept_position = old
+    made: list[Tensor | None] = [*new_kept, *[None] * (5 - len(new_kept))]
+    # Of sequences, heads and rows; columns are dense.
+    strides = [(0, 0, 0) if x is None else x.stride()[:3] for x in (query, key, value, score, sink_key, sink_value)]
+    order = visible.cumsum(dim=1, dtype=torch.int32)
+    where = {"before": before, "L": slots, "N": length}
+    shared: dict[str, Any] = {"HKV": kv_heads, "W": window, "M": count}
+    turns: dict[str, Any] = {"PAIRS": pairs, "INTERLEAVED": is_interleaved, "FIRST": first_turned}
+    leave = listed = counts = gone = None
+    room = count + CHUNK
+    if count:
+        leave, gone = new(rows, count + length, dtype=torch.int32), order.new_full((rows, length), -1)
+        listed = new(rows, chunks + 1, room, dtype=torch.int32)
+        counts = new(rows, chunks + 1, dtype=torch.int32)
+        _choose[(rows, -(-(count + length) // COMPARED))](
+            score, visible, kept_score, kept_age, leave, gone, *strides[3], *where.values(), BLOCK=COMPARED, **shared
+        )
+        _list[(rows, chunks + 1)](
+            leave, listed, counts, length, chunks, ROOM=room, M=count, C=CHUNK, BLOCK=LISTED, num_warps=8
+        )
+    exact = query.dtype if query.dtype == key.dtype == value.dtype else torch.float32
+    # Exponents need all digits, which products of three halves have, too; those of float32 are exact.
+    precision = "ieee" if exact == torch.float32 else "tf32x3"
+    unused = gone if gone is not None else order
+    exponents = new(rows, length, features)
+    _exponents[(rows, chunks)](
+        key, visible, order, unused, key_position, frequencies, key_weight, key_bias, key_norm, log_decay,
+        kept_key, kept_age, kept_position, exponents, *strides[1], *where.values(), scaling**0.5,
+        D=dim, DP=columns, F=features, FP=wide(features), C=CHUNK, IS_RATE=is_rate, PRECISION=precision, num_warps=8,
+        **shared, **turns,
+    )  # fmt: skip
+    states, group_sums = new(rows, chunks, features, width + 2), None
+    block = min(value_columns, 64)
+    given = exponents, value, kept_value, visible, order, unused, log_decay, sums
+    sizes = {
+        **{
+            "F": features,
+            "FP": wide(features),
+            "V": width,
+            "VB": block,
+            "C": CHUNK,
+            "PRECISION": precision,
+            "num_warps": 8,
+            "IN_GROUP": GROUP,
+        },
+        **{"GROUPS": groups, "IS_RATE": is_rate},
+    }
+    parts = -(-width // block)
+    if groups > 1:
+        group_sums = new(rows, groups, features, width + 2)
+        _group_sums[(rows, groups - 1, parts)](
+            *given, group_sums, *strides[2], *where.values(), chunks, **shared, **sizes
+        )
+    _states[(rows, groups, parts)](
+        *given, group_sums, states, new_sums, *strides[2], *where.values(), chunks, **shared, **sizes
+    )
+    is_large = columns * key.element_size() > 256
+    _outputs[(chunks, batch * heads)](
+        query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,
+        query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position,
+        leave, listed, counts, unused, exponents, states, out, *strides[0], *strides[1], *strides[2], *strides[4],
+        *strides[5], *where.values(),
+        chunks, scaling, scaling**0.5,
+        trained_length,
+        G=heads // kv_heads, D=dim, DP=columns, V=width, VP=value_columns, F=features, FP=wide(features), S=sinks,
+        SP=wide(sinks), ROOM=room, C=CHUNK, BLOCK=32 if is_large else 64, IS_RATE=is_rate,
+        CLAMPS=bool(pairs and trained_length and position is not None), T=TYPES[exact], PRECISION=precision,
+        num_warps=8,
+        num_stages=2,
+        **shared, **turns,
+    )  # fmt: skip
+    if count:
+        _keep[(rows, -(-count // 64))](
+            key, value, score, order, key_position, listed, counts, *old, *made, *strides[1], *strides[2], *strides[3],
+            *where.values(), chunks,
+            D=dim, DP=columns, V=width, VP=value_columns, ROOM=room, BLOCK=64, **shared,
+        )  # fmt: skip

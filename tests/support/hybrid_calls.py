@@ -1,0 +1,59 @@
+"""Calls of `hybrid` whose CPU tensors the Triton kernels take for tensors on CUDA, beside the mechanism in float64."""
+
+from __future__ import annotations
+
+import torch
+from matrix import hidden_states_of, mechanism_of, move, qkv
+
+from hf_linear_attention.kernels import fla
+from hf_linear_attention.mechanisms.base import MechanismInputs, Rotary
+
+
+# An output relative to its norm: float32 sums in another order, and 16-bit weights and outputs, rounded.
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+EXACT = {"window_size": 8, "num_sinks": 3, "num_exact_keys": 5, "num_features": 16}
+ROTARY = {"rope": "partial", "rope_frequencies": 1}
+
+
+def on_cuda(monkeypatch):
+    """CPU tensors are taken for tensors on CUDA."""
+    monkeypatch.setattr(fla, "is_on_cuda", lambda tensor: True)
+
+
+def mechanisms(settings, dtype, heads=(2, 1), dim=16, pairs=None, is_interleaved=False):
+    """A mechanism with parameters of a dtype, and the same one in float64."""
+    pairs, found = dim // 2 if pairs is None else pairs, []
+    rotary = Rotary(tuple(10.0 ** (-4 * i / max(1, pairs)) for i in range(pairs)), is_interleaved) if pairs else None
+    for _ in range(2):
+        mechanism = mechanism_of(
+            {"mechanism": "hybrid", "decay": "learned", **settings},
+            **{"heads": heads, "head_dim": dim, "rotary": rotary, "is_causal": True, "max_length": 4096},
+        )
+        found.append(move(mechanism, 0.2))
+    found[1].load_state_dict(found[0].to(dtype).state_dict())
+    return found[0], found[1].double()
+
+
+def tokens(mechanism, start: int, stop: int, dtype, heads=(2, 1), dim=16) -> MechanismInputs:
+    """Some tokens of two sequences, of which the second is three tokens ahead; the same ones in every call."""
+    query, key, value = (x[:, :, start:stop] for x in qkv(MOST_TOKENS, heads=heads, dim=dim, dtype=dtype))
+    inputs = MechanismInputs(query, key, value, None, dim**-0.5, True)
+    if mechanism.needs_positions:
+        positions = torch.arange(start, stop, dtype=torch.int32) + torch.tensor([[0], [3]])
+        inputs = inputs._replace(positions=positions.int())
+    if mechanism.needs_gates:
+        inputs = inputs._replace(gates=mechanism.gates(hidden_states_of(key)))
+    return inputs
+
+
+MOST_TOKENS = 400
+
+
+def widened(given):
+    """The numbers of a tuple in float64."""
+    return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in given]
+
+
+def relative(actual, expected) -> float:
+    """The norm of the difference relative to that of what is expected."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
