@@ -88,7 +88,7 @@ def _convert(argv: Sequence[str]) -> None:
 
 def _answers(request: Request) -> Iterator[str]:
     """The texts to print. The imports are here because `--help` and errors about options need no model."""
-    from hf_linear_attention.conversion.pipeline import prepare, run, writing
+    from hf_linear_attention.conversion.pipeline import prepare, run, writing, written_plan
     from hf_linear_attention.conversion.result_text import describe_result
 
     conversion = prepare(request)
@@ -108,7 +108,9 @@ def _answers(request: Request) -> Iterator[str]:
 
             text = run_training(conversion, conversion.training)
         else:
-            text = describe_result(conversion.plan, conversion.source, str(conversion.output_dir), run(conversion))
+            report = run(conversion)
+            plan = written_plan(conversion, report)
+            text = describe_result(plan, conversion.source, str(conversion.output_dir), report)
     yield "\n".join([*chosen, text])
     name, folder = request.arguments.push_to_hub, conversion.output_dir
     if name is not None and folder is not None:

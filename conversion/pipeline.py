@@ -228,7 +228,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
         logger.info("loading %s", conversion.source.name)
         model = load_converted(conversion)
         measured: dict[str, Any] = {"calibration": calibrated(conversion, model)}
-        plan = with_divided_keys(conversion, model)
+        plan = divided = with_divided_keys(conversion, model)
         # With a preset, layers are ranked before its last stage.
         if conversion.training is None and count_of(arguments.softmax_layers) is not None:
             choice = measured[CHOICE] = rank(model, conversion.inputs, arguments)
@@ -256,7 +256,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
             base_model_name=conversion.base_model,
         )
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        write_recipe(folder, conversion.request, conversion.plan, conversion.training)
+        write_recipe(folder, conversion.request, divided, conversion.training)
         facts = {"base_model": conversion.source.name, "settings": plan.settings}
         if plan.stock_form is not None and conversion.training is None:
             report |= finish_stock(folder)
@@ -301,12 +301,20 @@ def with_divided_keys(conversion: Conversion, model: PreTrainedModel) -> Plan:
         return plan
     with ready_to_compute(model):
         numbers = divide_exact_keys(model, inputs.batches(_calibration_tokens(conversion)))
-    if not numbers:
+    if len(set(numbers)) < 2:
         return plan
     logger.info("exact keys by layer: %s", ", ".join(map(str, numbers)))
     settings = [{**e, "num_exact_keys": numbers} if e.get("num_exact_keys") else e for e in entries_of(plan.settings)]
     one = settings[0] if isinstance(plan.settings, Mapping) else settings
     return make_plan(conversion.source, one, arguments.trust_remote_code, arguments.dtype)
+
+
+def written_plan(conversion: Conversion, report: Mapping[str, Any]) -> Plan:
+    """The plan of what was written, with what was chosen on the way: softmax layers, and the keys of each layer."""
+    if (settings := report["settings"]) == conversion.plan.settings:
+        return conversion.plan
+    arguments = conversion.request.arguments
+    return make_plan(conversion.source, settings, arguments.trust_remote_code, arguments.dtype)
 
 
 def _calibration_tokens(conversion: Conversion) -> int:

@@ -32,6 +32,7 @@ from hf_linear_attention.survey import converted_features, is_bounded
 from hf_linear_attention.training.recipe import MECHANISM
 
 
+MOST_SIZES = 3  # of states that are named one by one
 # The settings that the conversion itself adds: their format, and the rotary positions of the layers.
 NOT_CHOSEN = ("format_version", "rotary")
 
@@ -154,6 +155,9 @@ class Plan:
     def figures(self) -> dict[str, Any]:
         """The figures in conversion_report.json and the model card."""
         sizes = self.state_sizes if len(self.state_sizes) > 1 else {}
+        if len(sizes) > MOST_SIZES:
+            numbers = [size or 0 for size in sizes.values()]
+            sizes = {"the smallest": min(numbers), "the largest": max(numbers)}
         return {
             "layers converted": f"{len(self.layers)} of {self.num_layers}",
             **({"layers that keep a sliding window": self.num_bounded} if self.num_bounded else {}),

@@ -25,16 +25,15 @@ from hf_linear_attention._common.logs import to_stderr
 from hf_linear_attention._common.model_card import HISTORY, REPORT, format_value, training_history
 from hf_linear_attention._common.options import OnResume
 from hf_linear_attention._common.reading import read_json
-from hf_linear_attention.conversion.arguments import CONVERSION_FACTS
+from hf_linear_attention.conversion.arguments import CONVERSION_FACTS, RECIPE
 from hf_linear_attention.conversion.export.qwen3_5 import finish_stock
 from hf_linear_attention.conversion.figures import figures_of
 from hf_linear_attention.conversion.output_folder import share_permissions
-from hf_linear_attention.conversion.pipeline import Conversion, run
+from hf_linear_attention.conversion.pipeline import Conversion, run, written_plan
 from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import MEASURED_TASKS, heal_control, measure, record
-from hf_linear_attention.conversion.recipe_file import write_recipe
 from hf_linear_attention.conversion.result_text import describe_result
-from hf_linear_attention.conversion.softmax_choice import CHOICE, choose_in, count_of, plan_without
+from hf_linear_attention.conversion.softmax_choice import CHOICE, choose_in, count_of
 from hf_linear_attention.training.checkpoints import list_checkpoints
 from hf_linear_attention.training.distributed import disconnect, first_alone
 from hf_linear_attention.training.presets import STAGES, stages_of
@@ -174,7 +173,7 @@ def _finish(conversion: Conversion, training: Training) -> None:
         if arguments.validation_file is not None and task in MEASURED_TASKS:
             control = training.work / CONTROL / TRAINED
             quality = measure(folder, conversion.source, task, arguments, control if control.is_dir() else None)
-        write_recipe(folder, conversion.request, conversion.plan, training)
+        shutil.copyfile(training.work / CONVERTED / RECIPE, folder / RECIPE)
         if conversion.plan.stock_form is not None:
             finish_stock(folder)
         record(folder, conversion.source, quality, conversion.name)
@@ -195,10 +194,9 @@ def _name_runs(folder: Path, training: Training) -> None:
 
 
 def _describe(conversion: Conversion, training: Training) -> str:
-    final, plan = training.work / FINAL, conversion.plan
+    final = training.work / FINAL
     report = json.loads((final / REPORT).read_text(encoding="utf-8"))
-    if (choice := report.get(CHOICE)) is not None:
-        plan = plan_without(plan, conversion.source, conversion.request.arguments, choice["layers"])
+    plan = written_plan(conversion, report)
     task = training.given["task"]
     unit = unit_of(task)
     lines = [f"Trained in {len(training_history(str(final)))} stages:"]

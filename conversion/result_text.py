@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_linear_attention._common.command_line import PROGRAM, typed_name
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, max_length_of
-from hf_linear_attention.conversion.plan import Plan
+from hf_linear_attention.conversion.plan import MOST_SIZES, Plan
 from hf_linear_attention.conversion.softmax_choice import CHOICE, describe_ranking
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.layer_ranges import layers_text
@@ -142,11 +142,15 @@ def _state_text(plan: Plan) -> str:
     sizes = {layers: size for layers, size in plan.state_sizes.items() if size}  # an encoder's layers have none
     if len(sizes) == 1:
         text = f"{next(iter(sizes.values())):,} bytes per layer"
+    elif len(sizes) > MOST_SIZES:
+        text = f"{min(sizes.values()):,} to {max(sizes.values()):,} bytes per layer"
     else:
         text = "bytes per layer: " + "; ".join(f"{size:,} in {layers}" for layers, size in sizes.items())
     others = plan.num_layers - len(plan.layers) if plan.head.task == "causal_lm" else 0
     which = "all" if not others else f"the {len(plan.layers)} converted layers"
-    text += f"{',' if len(sizes) == 1 else ';'} {plan.state_bytes:,} in {which}, per sequence of any length"
+    text += (
+        f"{';' if 1 < len(sizes) <= MOST_SIZES else ','} {plan.state_bytes:,} in {which}, per sequence of any length"
+    )
     if plan.head.task == "causal_lm" and plan.state_bytes:
         cache = sum(layer.cache_bytes_per_token for layer in plan.layers if layer.state_bytes)
         lengths = sorted({1024, 8192, max_length_of(plan.config) or 32768})

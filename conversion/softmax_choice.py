@@ -121,10 +121,13 @@ def _listed_layers(text: str, plan: Plan) -> list[int]:
     return layers
 
 
-def plan_without(plan: Plan, source: Source, arguments: ConversionArguments, layers: list[int]) -> Plan:
-    """The plan in which `layers` stay softmax."""
+def plan_without(
+    plan: Plan, source: Source, arguments: ConversionArguments, layers: list[int], settings: Any = None
+) -> Plan:
+    """The plan in which `layers` stay softmax; `settings` are those of the other layers, by default the plan's."""
     left = [layer.layer for layer in plan.layers if layer.layer not in layers]
-    return make_plan(source, _for_layers(plan.settings, left), arguments.trust_remote_code, arguments.dtype)
+    changed = _for_layers(settings or plan.settings, left)
+    return make_plan(source, changed, arguments.trust_remote_code, arguments.dtype)
 
 
 def _for_layers(settings: Any, layers: list[int]) -> Any:
@@ -169,7 +172,7 @@ def choose_in(
         return
     model: Any = plan.linear_class.from_pretrained(folder)
     choice = rank(model, inputs, arguments, plan.stock_class.from_pretrained(teacher, dtype=model.dtype))
-    plan = plan_without(plan, source, arguments, choice["layers"])
+    plan = plan_without(plan, source, arguments, choice["layers"], report["settings"])
     report |= {**plan.to_dict(), CHOICE: choice, "figures": {**report["figures"], **plan.figures}}
     with staging(folder) as result:
         ignored = shutil.ignore_patterns("*.safetensors*", "checkpoint-*")

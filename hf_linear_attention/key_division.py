@@ -45,8 +45,10 @@ def divide_exact_keys(model: PreTrainedModel, batches: Iterable[Mapping[str, Any
     before = [module.linear_attention.num_exact_keys for module in modules]
     mean = sum(before) / len(before)
     counts = sorted({max(1, round(share * mean)) for share in SHARES})
-    errors = _errors(model, modules, batches, counts)
-    for module, count in zip(modules, divided(errors, counts, sum(before)), strict=True):
+    numbers = divided(_errors(model, modules, batches, counts), counts, sum(before))
+    if numbers == before:
+        return numbers
+    for module, count in zip(modules, numbers, strict=True):
         module.linear_attention.num_exact_keys = count
     entries, result = entries_of(model.config.linear_attention), [0] * model.config.num_hidden_layers
     for module in modules:
