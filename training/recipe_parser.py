@@ -174,7 +174,7 @@ def _adapters(recipe: Recipe) -> Iterator[str]:
     model = recipe.model
     if model.use_peft:
         if importlib.util.find_spec("peft") is None:
-            yield "`--use_peft` needs peft; install it with `pip install 'peft>=0.18'`"
+            yield "`--use_peft` needs peft; install it with `pip install 'peft>=0.19'`"
         if model.trainable == "mechanism":
             yield "`--use_peft` and `--trainable mechanism` exclude each other; use `--trainable all` or `adapter`"
     elif model.trainable == "adapter":
