@@ -23,10 +23,13 @@ def hybrid_on_cuda(
         return None
     count, (_, first, is_interleaved, trained_length) = mechanism.num_exact_keys, mechanism.turns
     old, kept = (sums[0], sums[1:]) if count and sums is not None else (sums, ())
-    output, new_sums, new_kept = triton_hybrid.prefill(
+    given: Any = (
         *(inputs.query, line.key, line.value, line.kind, *sinks, seen, line.score, inputs.positions, line.position),
         *(*_parameters_of(mechanism), old, kept, mechanism.mix.far_log_scale, mechanism.mix.query_norm_weight),
         _frequencies_of(mechanism, inputs.query),
+    )
+    output, new_sums, new_kept = triton_hybrid.prefill(
+        *given,
         window=mechanism.window_size,
         count=count,
         first_turned=first,
@@ -46,11 +49,14 @@ def hybrid_step_on_cuda(
     if not triton_hybrid.takes(query, key, value, old.sink_key, *_map_of(mechanism)):
         return None
     _, first, is_interleaved, trained_length = mechanism.turns
-    output, new = triton_hybrid.step(
+    given: Any = (
         *(query, with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)),
         *(gates if mechanism.score_slope is not None else None, mechanism.score_slope, inputs.positions),
         *(*_parameters_of(mechanism), old.stored, mechanism.mix.far_log_scale, mechanism.mix.query_norm_weight),
         *(_frequencies_of(mechanism, query), inputs.rows),
+    )
+    output, new = triton_hybrid.step(
+        *given,
         first_turned=first,
         is_interleaved=is_interleaved,
         trained_length=trained_length,

@@ -186,10 +186,9 @@ def _run_step(given: Sequence[Any], state: Sequence[Tensor], new: Sequence[Tenso
     tensors = [None if x is None else x.contiguous() for x in given[:STEP_STATE]]
     *shared, frequencies, rows, first, is_interleaved, trained, scaling, slope_scale, is_rate = given[STEP_STATE + 1 :]
     out = _fake_step_(*given)
-    run(
-        *tensors, _in_order(state), _in_order(new), *shared, frequencies, first, is_interleaved, trained, scaling,
-        slope_scale=slope_scale, is_rate=is_rate, rows=rows, out=out,
-    )  # fmt: skip
+    states = _in_order(state), _in_order(new)
+    arguments: Any = (*tensors, *states, *shared, frequencies, first, is_interleaved, trained, scaling)
+    run(*arguments, slope_scale=slope_scale, is_rate=is_rate, rows=rows, out=out)
     return out
 
 
