@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -147,7 +147,7 @@ def _prefill(*given: Any) -> list[Tensor]:
     from .triton_prefill import run
 
     output, sums, *kept = found = _fake_prefill(*given)
-    run(*given, out=output, new_sums=sums, new_kept=kept)
+    cast(Any, run)(*given, out=output, new_sums=sums, new_kept=kept)
     return found
 
 
@@ -187,8 +187,8 @@ def _run_step(given: Sequence[Any], state: Sequence[Tensor], new: Sequence[Tenso
     *shared, frequencies, rows, first, is_interleaved, trained, scaling, slope_scale, is_rate = given[STEP_STATE + 1 :]
     out = _fake_step_(*given)
     states = _in_order(state), _in_order(new)
-    arguments: Any = (*tensors, *states, *shared, frequencies, first, is_interleaved, trained, scaling)
-    run(*arguments, slope_scale=slope_scale, is_rate=is_rate, rows=rows, out=out)
+    arguments = (*tensors, *states, *shared, frequencies, first, is_interleaved, trained, scaling)
+    cast(Any, run)(*arguments, slope_scale=slope_scale, is_rate=is_rate, rows=rows, out=out)
     return out
 
 
