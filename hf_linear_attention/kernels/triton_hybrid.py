@@ -90,7 +90,7 @@ def step(
         trained_length: from it on (0: never), sinks and exact keys are compared as far away as at most there.
     """
     given = (query, key, value, score, slope, position, key_weight, key_bias, key_norm, query_weight, log_decay)
-    others = (log_scale, norm_weight, frequencies, rows, first_turned, is_interleaved, trained_length, scaling)
+    others: Any = (log_scale, norm_weight, frequencies, rows, first_turned, is_interleaved, trained_length, scaling)
     others = (*others, slope_scale, is_rate)
     if in_place:
         return OPERATORS.hybrid_step_on_cuda_(*given, list(state), *others), state
@@ -124,7 +124,7 @@ def prefill(
         x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, sink_key, sink_value)
     )
     places = [None if x is None else x.contiguous() for x in (position, key_position)]
-    given = (query, key, value, visible.contiguous(), *sinks, seen.contiguous(), score, *places)
+    given: Any = (query, key, value, visible.contiguous(), *sinks, seen.contiguous(), score, *places)
     given = (
         *given,
         key_weight,
