@@ -193,11 +193,11 @@ def _text_batches(
 
 
 def _row_length(config: PreTrainedConfig, tokens: int, most: int | None = None) -> int:
-    """That of training, or more where exact keys are chosen; at most what config and tokenizer (`most`) allow."""
+    """That of training, or more where exact keys are chosen and the model reads more; at most `most`."""
     length = default_length(config)
     if any(entry.get("num_exact_keys") for entry in entries_of(config.linear_attention)):
-        length = max(length, min(SCORED_LENGTH, tokens // FEWEST_ROWS))
-    return min(limit for limit in (length, max_length_of(config), most) if limit is not None)
+        length = max(length, min(SCORED_LENGTH, tokens // FEWEST_ROWS, max_length_of(config) or SCORED_LENGTH))
+    return length if most is None else min(length, most)
 
 
 def _padded(examples: Examples, padding: int) -> list[Batch]:

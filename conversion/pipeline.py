@@ -297,11 +297,13 @@ def calibrated(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]
 def with_divided_keys(conversion: Conversion, model: PreTrainedModel) -> Plan:
     """The plan with a number of exact keys for each layer, which the model gets too, unless the number is given."""
     plan, arguments, inputs = conversion.plan, conversion.request.arguments, conversion.inputs
-    if inputs is None or not keeps_exact_keys(plan) or "num_exact_keys" in conversion.request.given:
+    preset = {} if conversion.training is None else conversion.training.preset.settings.get("causal", {})
+    if inputs is None or not keeps_exact_keys(plan) or "num_exact_keys" in {**preset, **conversion.request.given}:
         return plan
+    logger.info("dividing exact keys between the layers")
     with ready_to_compute(model):
         numbers = divide_exact_keys(model, inputs.batches(_calibration_tokens(conversion)))
-    if len(set(numbers)) < 2:
+    if len({number for number in numbers if number}) < 2:
         return plan
     logger.info("exact keys by layer: %s", ", ".join(map(str, numbers)))
     settings = [{**e, "num_exact_keys": numbers} if e.get("num_exact_keys") else e for e in entries_of(plan.settings)]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -92,6 +93,21 @@ def observe_attention(
         finally:
             for module in modules:
                 module.linear_attention_observer = None
+
+
+def observe_batches(
+    model: PreTrainedModel, observer: Callable[[ObservedAttention], None], batches: Iterable[Mapping[str, Any]]
+) -> int:
+    """Run the base model on all batches, keyword arguments of its forward, inside `observe_attention`; their number."""
+    number = 0
+    with observe_attention(model, observer):
+        for batch in batches:
+            given = {name: value.to(model.device) for name, value in batch.items()}
+            if "use_cache" in inspect.signature(model.base_model.forward).parameters:
+                given["use_cache"] = False
+            model.base_model(**given)
+            number += 1
+    return number
 
 
 def _observed_forward(

@@ -6,7 +6,7 @@ outputs range from .1 to 28 %. So keys move from layers that need few to those t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .attention_observation import ObservedAttention, observe_attention
-from .configuration_linear_attention import entries_of
+from .attention_observation import ObservedAttention, observe_batches
+from .configuration_linear_attention import entries_of, num_attention_layers
 from .modeling_linear_attention import linear_attention_modules
 
 
@@ -37,7 +37,7 @@ def divide_exact_keys(model: PreTrainedModel, batches: Iterable[Mapping[str, Any
         batches: as in `calibrate`, of which the first with some thousand tokens together are read.
 
     Returns:
-        The number of exact keys of each layer; empty where fewer than two layers have any.
+        The number of exact keys of each layer, 0 for layers without; empty where fewer than two layers have any.
     """
     modules = [m for m in linear_attention_modules(model).values() if getattr(m.linear_attention, "num_exact_keys", 0)]
     if len({module.linear_attention.shape.layer for module in modules}) < 2:
@@ -46,18 +46,19 @@ def divide_exact_keys(model: PreTrainedModel, batches: Iterable[Mapping[str, Any
     mean = sum(before) / len(before)
     counts = sorted({max(1, round(share * mean)) for share in SHARES})
     numbers = divided(_errors(model, modules, batches, counts), counts, sum(before))
+    mechanisms = [module.linear_attention for module in modules]
+    layers = [mechanism.shape.layer for mechanism in mechanisms]
+    result = [0] * max(1 + max(layers), num_attention_layers(model.config) or 0)
+    for layer, number in zip(layers, numbers, strict=True):
+        result[layer] = number
     if numbers == before:
-        return numbers
-    for module, count in zip(modules, numbers, strict=True):
-        module.linear_attention.num_exact_keys = count
-    entries, result = entries_of(model.config.linear_attention), [0] * model.config.num_hidden_layers
-    for module in modules:
-        result[module.linear_attention.shape.layer] = module.linear_attention.num_exact_keys
-    for entry in entries:
-        if entry.get("num_exact_keys"):
-            entry["num_exact_keys"] = result
-    for module in modules:
-        module.linear_attention.settings["num_exact_keys"] = result
+        return result
+    for mechanism, number in zip(mechanisms, numbers, strict=True):
+        mechanism.set_settings({**mechanism.settings, "num_exact_keys": result})
+        mechanism.num_exact_keys = number
+    for settings in entries_of(model.config.linear_attention):
+        if settings.get("num_exact_keys"):
+            settings["num_exact_keys"] = result
     return result
 
 
@@ -113,14 +114,17 @@ def _errors(
         mechanism.num_exact_keys = number
         sums[seen.module][-1] += original.square().sum().item()
 
-    seen, uncached = 0, {"use_cache": False}
-    with observe_attention(model, add):
-        for batch in batches:
-            model.base_model(**{name: value.to(model.device) for name, value in batch.items()}, **uncached)
-            seen += batch["input_ids"].numel()
-            if seen >= TOKENS:
-                break
+    observe_batches(model, add, _first(batches))
     return [(found[:-1] / found[-1].clamp(min=1e-30)).tolist() for found in sums.values()]
+
+
+def _first(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    seen = 0
+    for batch in batches:
+        if seen >= TOKENS:
+            return
+        seen += batch["input_ids"].numel()
+        yield batch
 
 
 def _second_half(output: Tensor, mask: Tensor | None) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from transformers.utils import logging
 
 from .attention.layer import LinearizedCrossAttention
 from .attention.transformers_internals import NOT_SAVED, base_model_class, converting, has_adapters
-from .attention_observation import ObservedAttention, observe_attention
+from .attention_observation import ObservedAttention, observe_batches
 from .configuration_linear_attention import entries_of, linear_config_class, max_length_of, model_heads
 from .default_settings import DEFAULTS, direction_of
 from .layer_ranges import is_by_layer, spread
@@ -388,14 +387,9 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
     modules = [m for m in converted_modules(model) if m.linear_attention.needs_calibration(m.linear_attention.settings)]
     if not modules:
         return 0
-    found, num_batches = _Observed(modules), 0
-    takes_flag = found.moments and "use_cache" in inspect.signature(model.base_model.forward).parameters
-    uncached = {"use_cache": False} if takes_flag else {}
-    with hidden_states_as_gates(found.moments), observe_attention(model, found.add):
-        for batch in batches:
-            _check_batch(batch, model.main_input_name)
-            model.base_model(**{name: value.to(model.device) for name, value in batch.items()}, **uncached)
-            num_batches += 1
+    found = _Observed(modules)
+    with hidden_states_as_gates(found.moments):
+        num_batches = observe_batches(model, found.add, _checked(batches, model.main_input_name))
     if not all(sum(counts) for counts in found.counts.values()):
         raise ValueError("`batches` has no token to calibrate on; pass at least one batch of real inputs.")
     found.fit()
@@ -437,6 +431,13 @@ class _Observed:
         if explained:
             share = sum(explained) / len(explained)
             logger.info(f"The scores of exact keys explain {share:.0%} of the largest softmax weights, as logarithms.")
+
+
+def _checked(batches: Iterable[Any], needed: str) -> Iterator[Mapping[str, Any]]:
+    """The batches, which must be mappings to tensors with `needed` among them."""
+    for batch in batches:
+        _check_batch(batch, needed)
+        yield batch
 
 
 def _check_batch(batch: Any, needed: str) -> None:

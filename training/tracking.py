@@ -67,7 +67,7 @@ def plot_metrics(output_dir: Path, folder: Path) -> None:
         return
     from matplotlib.figure import Figure  # without pyplot there is no window and no global state
 
-    figure = Figure(figsize=(7, 4))
+    figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     unit = _unit(events)
     for name, marker in (("loss", None), ("eval_nats_per_token", ".")):

@@ -8,8 +8,8 @@ one) has come, and so each key's time follows from the scores alone, without an 
     _choose      for every key when it is displaced, by counting, and for every query which key is
     _list        for each chunk of `CHUNK` queries the keys that some of them sees, and those that are kept at the end
     _exponents   those of the displaced keys
-    _group_sums  the far sums of each group of chunks alone, if there are several groups
-    _states      the far sums before each chunk, a program per group, and those after the last token
+    _states      if there are several groups of chunks, the far sums of each alone; then, a program per group, those
+                 before each chunk, and those after the last token
     _outputs     a program per chunk and query head: one running softmax over all keys
     _keep        the exact keys that the next tokens find
 
@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_step import TYPES, _frequency, _log_decay, _pair, _turned, wide
+from .triton_step import TYPES, _frequency, _log_decay, _pair, _softmax, _turned, wide
 
 
 EMPTY = tl.constexpr(-1e30)  # EMPTY_MAXIMUM
@@ -64,7 +64,7 @@ def _choose(
     score, visible, kept_score, kept_age, leave, gone, score_batch, score_head, score_row, before, L, N,
     HKV: tl.constexpr, W: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    bh = tl.program_id(0)
+    bh = tl.program_id(0).to(tl.int64)
     i, step = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK)
     score += _head_of(bh, score_batch, score_head, HKV)
     visible += (bh // HKV).to(tl.int64) * L
@@ -89,15 +89,15 @@ def _choose(
     at = tl.maximum(last + tl.sum(earlier, 1), i) - M
     is_there = own > float("-inf")
     at = tl.where(is_there, tl.where(last >= 0, at, N + 1), tl.maximum(i - M, 0))
-    tl.store(leave + bh.to(tl.int64) * (M + N) + i, at, mask=i < M + N)
-    tl.store(gone + bh.to(tl.int64) * N + at, i, mask=is_there & (at < N) & (i < M + N))
+    tl.store(leave + bh * (M + N) + i, at, mask=i < M + N)
+    tl.store(gone + bh * N + at, i, mask=is_there & (at < N) & (i < M + N))
 
 
 @triton.jit
 def _list(leave, listed, counts, N, K, ROOM: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
-    bh, k = tl.program_id(0), tl.program_id(1)
-    leave += bh.to(tl.int64) * (M + N)
-    listed += (bh * (K + 1) + k).to(tl.int64) * ROOM
+    bh, k = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    leave += bh * (M + N)
+    listed += (bh * (K + 1) + k) * ROOM
     first = tl.minimum(k * C, N)
     end = tl.minimum(first + C, N)
     count = 0
@@ -158,7 +158,7 @@ def _exponents(
     M: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, INTERLEAVED: tl.constexpr,
     IS_RATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    bh, t = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C)
+    bh, t = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     b, h = (bh // HKV).to(tl.int64), bh % HKV
     c, f = tl.arange(0, DP), tl.arange(0, FP)
     key += _head_of(bh, key_batch, key_head, HKV)
@@ -219,35 +219,6 @@ def _add_chunk(
 
 
 @triton.jit
-def _group_sums(
-    exponents, value, kept_value, visible, order, gone, log_decay, sums, group_sums, value_batch, value_head, value_row,
-    before, L, N, K,
-    HKV: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, W: tl.constexpr,
-    M: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    IS_RATE: tl.constexpr,
-):  # fmt: skip
-    bh, group = tl.program_id(0), tl.program_id(1)
-    b, f, t, column = (
-        (bh // HKV).to(tl.int64),
-        tl.arange(0, FP),
-        tl.arange(0, C),
-        tl.program_id(2) * VB + tl.arange(0, VB),
-    )
-    lam = _log_decay(log_decay, bh % HKV, IS_RATE)
-    exponents += bh.to(tl.int64) * N * F
-    value += _head_of(bh, value_batch, value_head, HKV)
-    if kept_value is not None:
-        kept_value += bh * M * V
-    state, total, top = tl.zeros([FP, VB], tl.float32), tl.zeros([FP], tl.float32), tl.zeros([FP], tl.float32) + EMPTY
-    for k in range(group * IN_GROUP, group * IN_GROUP + IN_GROUP):
-        state, total, top = _add_chunk(
-            state, total, top, k, t, column, f, exponents, value, value_row, kept_value, visible + b * L, order + b * L,
-            gone + bh.to(tl.int64) * N, lam, before, N, F, V, W, M, C, PRECISION,
-        )  # fmt: skip
-    _store_sums(group_sums + (bh * GROUPS + group).to(tl.int64) * F * (V + 2), state, total, top, f, column, F, V)
-
-
-@triton.jit
 def _store_sums(at, state, total, top, f, column, F: tl.constexpr, V: tl.constexpr):
     """Write S, Z and m `[F, V + 2]`; of the programs for parts of the columns, the first one writes Z and m."""
     mask = (f < F)[:, None] & (column < V)[None, :]
@@ -273,53 +244,47 @@ def _states(
     M: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr,
     IS_RATE: tl.constexpr,
 ):  # fmt: skip
-    bh, group = tl.program_id(0), tl.program_id(1)
+    """The far sums before each chunk and after the last one; without `states`, those of each group alone."""
+    bh, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, f, t, column = (
-        (bh // HKV).to(tl.int64),
+        bh // HKV,
         tl.arange(0, FP),
         tl.arange(0, C),
         tl.program_id(2) * VB + tl.arange(0, VB),
     )
     lam = _log_decay(log_decay, bh % HKV, IS_RATE)
-    exponents += bh.to(tl.int64) * N * F
+    exponents += bh * N * F
     value += _head_of(bh, value_batch, value_head, HKV)
     if kept_value is not None:
         kept_value += bh * M * V
     visible += b * L
     order += b * L
-    gone += bh.to(tl.int64) * N
+    gone += bh * N
     state, total, top = tl.zeros([FP, VB], tl.float32), tl.zeros([FP], tl.float32), tl.zeros([FP], tl.float32) + EMPTY
     if sums is not None:
-        state, total, top = _load_sums(sums + bh.to(tl.int64) * F * (V + 2), f, column, F, V)
-    for earlier in range(0, group):
-        first = earlier * IN_GROUP * C
-        count = _order_at(first + IN_GROUP * C - 1, order, before, N, W) - _order_at(first - 1, order, before, N, W)
-        at = group_sums + (bh * GROUPS + earlier).to(tl.int64) * F * (V + 2)
-        own, own_total, own_top = _load_sums(at, f, column, F, V)
-        faded = top + lam * count.to(tl.float32)
-        new = tl.maximum(faded, own_top)
-        keep, grow = tl.exp(faded - new), tl.exp(own_top - new)
-        state, total, top = state * keep[:, None] + own * grow[:, None], total * keep + own_total * grow, new
+        state, total, top = _load_sums(sums + bh * F * (V + 2), f, column, F, V)
+    if states is not None and GROUPS > 1:
+        for earlier in range(0, group):
+            first = earlier * IN_GROUP * C
+            count = _order_at(first + IN_GROUP * C - 1, order, before, N, W) - _order_at(first - 1, order, before, N, W)
+            at = group_sums + (bh * GROUPS + earlier) * F * (V + 2)
+            own, own_total, own_top = _load_sums(at, f, column, F, V)
+            faded = top + lam * count.to(tl.float32)
+            new = tl.maximum(faded, own_top)
+            keep, grow = tl.exp(faded - new), tl.exp(own_top - new)
+            state, total, top = state * keep[:, None] + own * grow[:, None], total * keep + own_total * grow, new
     for k in range(group * IN_GROUP, tl.minimum(group * IN_GROUP + IN_GROUP, K)):
-        _store_sums(states + (bh * K + k).to(tl.int64) * F * (V + 2), state, total, top, f, column, F, V)
+        if states is not None:
+            _store_sums(states + (bh * K + k) * F * (V + 2), state, total, top, f, column, F, V)
         state, total, top = _add_chunk(
             state, total, top, k, t, column, f, exponents, value, value_row, kept_value, visible, order, gone, lam,
             before, N,
             F, V, W, M, C, PRECISION,
         )  # fmt: skip
-    if group == GROUPS - 1:
-        _store_sums(new_sums + bh.to(tl.int64) * F * (V + 2), state, total, top, f, column, F, V)
-
-
-@triton.jit
-def _more(output, top, total, logits, seen, values, T: tl.constexpr):
-    """Add keys to a running softmax of C queries."""
-    logits = tl.where(seen, logits, EMPTY)
-    new = tl.maximum(top, tl.max(logits, 1))
-    weights = tl.where(seen, tl.exp(logits - new[:, None]), 0.0)
-    fade = tl.exp(top - new)
-    output = output * fade[:, None] + tl.dot(weights.to(T), values.to(T), input_precision="ieee")
-    return output, new, total * fade + tl.sum(weights, 1)
+    if states is None:
+        _store_sums(group_sums + (bh * GROUPS + group) * F * (V + 2), state, total, top, f, column, F, V)
+    elif group == GROUPS - 1:
+        _store_sums(new_sums + bh * F * (V + 2), state, total, top, f, column, F, V)
 
 
 @triton.jit
@@ -380,7 +345,7 @@ def _outputs(
                 near_other = tl.load(query + other[None, :], mask=inside, other=0.0).to(tl.float32)
                 moved = _turned(q.to(tl.float32), near_other, sign[None, :], near_angle).to(q.dtype)
         of_sinks = scaling * tl.dot(moved.to(T), tl.trans(sinks.to(T)), input_precision="ieee")
-        output, top, total = _more(output, top, total, of_sinks, sees_sinks, sink_values, T)
+        total, top, output = _softmax(total, top, output, of_sinks, sees_sinks, sink_values, T)
     last = before + tl.minimum(k * C + C, N)
     for start in range(tl.maximum(before + k * C - W + 1, 0), last, BLOCK):
         slot = start + j
@@ -392,7 +357,7 @@ def _outputs(
         distance = (before + n)[:, None] - slot[None, :]
         sees = there[None, :] & (distance >= 0) & (distance < W)
         logits = scaling * tl.dot(q.to(T), tl.trans(keys.to(T)), input_precision="ieee")
-        output, top, total = _more(output, top, total, logits, sees, values, T)
+        total, top, output = _softmax(total, top, output, logits, sees, values, T)
     if M > 0:
         moved = q
         if CLAMPS:
@@ -423,7 +388,7 @@ def _outputs(
                     turned = _turned(keys.to(tl.float32), keys_other, sign[None, :], back).to(keys.dtype)
                     distant = tl.dot(moved.to(T), tl.trans(turned.to(T)), input_precision="ieee")
                     logits = tl.where(p[:, None] - place[None, :] >= trained, distant, logits)
-            output, top, total = _more(output, top, total, scaling * logits, sees, values, T)
+            total, top, output = _softmax(total, top, output, scaling * logits, sees, values, T)
     # The exponents of the queries, which the far keys have in common.
     x = q.to(tl.float32)
     norm = tl.sum(x * x, 1)
@@ -577,7 +542,7 @@ def run(
     )  # fmt: skip
     states, group_sums = new(rows, chunks, features, width + 2), None
     block = min(value_columns, 64)
-    given = exponents, value, kept_value, visible, order, unused, log_decay, sums
+    given = exponents, value, kept_value, visible, order, unused, log_decay
     sizes = {
         **{
             "F": features,
@@ -592,14 +557,11 @@ def run(
         **{"GROUPS": groups, "IS_RATE": is_rate},
     }
     parts = -(-width // block)
+    strides_of_line = (*strides[2], *where.values(), chunks)
     if groups > 1:
         group_sums = new(rows, groups, features, width + 2)
-        _group_sums[(rows, groups - 1, parts)](
-            *given, group_sums, *strides[2], *where.values(), chunks, **shared, **sizes
-        )
-    _states[(rows, groups, parts)](
-        *given, group_sums, states, new_sums, *strides[2], *where.values(), chunks, **shared, **sizes
-    )
+        _states[(rows, groups - 1, parts)](*given, None, group_sums, None, None, *strides_of_line, **shared, **sizes)
+    _states[(rows, groups, parts)](*given, sums, group_sums, states, new_sums, *strides_of_line, **shared, **sizes)
     is_large = columns * key.element_size() > 256
     _outputs[(chunks, batch * heads)](
         query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,

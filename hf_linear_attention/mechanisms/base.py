@@ -102,7 +102,12 @@ class AttentionMechanism(MechanismOptions, nn.Module):
     def __init__(self, settings: Mapping[str, Any], shape: LayerShape):
         super().__init__()
         load_implementations()
-        self.settings, self.shape = dict(settings), shape
+        self.shape = shape
+        self.set_settings(settings)
+
+    def set_settings(self, settings: Mapping[str, Any]) -> None:
+        """Replace the settings, where no parameter or attribute depends on what changes."""
+        self.settings = dict(settings)
         # Only a mechanism with the same signature may continue a state.
         options = ", ".join(f"{name}={settings.get(name)!r}" for name in self.options)
         self.signature = f"{type(self).__name__}({options})"

@@ -110,7 +110,12 @@ def test_the_hints_of_the_summary_run(llama, tmp_path):
     code, out, err = run("convert", *words, command=main)
     assert code == 0
     # Nothing of transformers' report about "newly initialized" weights, nor its bars.
-    assert err.splitlines() == [f"loading {llama}", "calibrating on Python's documentation", "verifying"]
+    assert err.splitlines() == [
+        f"loading {llama}",
+        "calibrating on Python's documentation",
+        "dividing exact keys between the layers",
+        "verifying",
+    ]
     start = out.index("  from transformers")
     scope: dict = {}
     exec("\n".join(line.strip() for line in out[start:].splitlines()[:2]), scope)

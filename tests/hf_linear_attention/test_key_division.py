@@ -66,7 +66,11 @@ def test_keys_move_and_the_bytes_stay(model, tmp_path):
     assert sum(state_bytes(module) for module in modules) == before
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert [m.linear_attention.num_exact_keys for m in linear_attention_modules(again).values()] == numbers
+    others = linear_attention_modules(again).values()
+    assert [module.linear_attention.num_exact_keys for module in others] == numbers
+    # Either continues a state of the other.
+    signatures = [{module.linear_attention.signature for module in part} for part in (modules, others)]
+    assert signatures[0] == signatures[1]
     expected = model.generate(rows[0]["input_ids"], max_new_tokens=4, do_sample=False)
     assert torch.equal(again.generate(rows[0]["input_ids"], max_new_tokens=4, do_sample=False), expected)
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
@@ -62,7 +63,8 @@ class Compiled:
             compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
             usage = resources(compiled.asm["cubin"])
             usage["shared"] = compiled.metadata.shared
-            self.found.setdefault(self.kernel.__name__, {})[f"sm_{architecture}"] = usage
+            before = self.found.setdefault(self.kernel.__name__, {}).get(f"sm_{architecture}", usage)
+            self.found[self.kernel.__name__][f"sm_{architecture}"] = {x: max(usage[x], before[x]) for x in usage}
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -76,7 +78,7 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": numbers["REG"], "stack": numbers["STACK"], "local": numbers.get("LOCAL", 0)}
 
 
-def step(dtype: torch.dtype, dim: int, groups: int, tokens: int, features: int) -> dict:
+def step(dtype: torch.dtype, dim: int, groups: int, tokens: int, features: int, is_plain: bool = False) -> dict:
     """What the kernels of a decoding step need for the sizes of a state of so many tokens."""
     from hf_linear_attention.kernels import triton_step
 
@@ -99,24 +101,56 @@ def step(dtype: torch.dtype, dim: int, groups: int, tokens: int, features: int) 
     ]
     maps = [of(kv_heads, dim, features, kind=dtype), of(kv_heads, 1, features, kind=dtype), of(kv_heads, kind=dtype)]
     new = [of(batch, n, 1, dim, kind=dtype) for n in (heads, kv_heads, kv_heads)]
+    scores = of(batch, 1, kv_heads), of(kv_heads, kind=dtype), of(batch, 1, kind=number)
+    last, decay, turns, rows_of_state = old, of(kv_heads, kind=dtype), of(dim // 2), of(batch, kind=torch.int64)
+    if is_plain:
+        scores, decay, turns, rows_of_state = (None,) * 3, None, None, None
+        old = [*old[:7], *[None] * 7]
+        last = [None if x is None else torch.empty_like(x) for x in old]  # another state
     triton_step.run(
-        *new, of(batch, 1, kv_heads), of(kv_heads, kind=dtype), of(batch, 1, kind=number), *maps,
-        of(heads, dim, features, kind=dtype), of(kv_heads, kind=dtype), old, old, of(heads, kind=dtype),
-        of(heads, kind=dtype), of(dim // 2), dim // 8, False, 16 * tokens, dim**-0.5, slope_scale=1 / 64, is_rate=True,
-        rows=of(batch, kind=torch.int64), out=of(batch, 1, heads, dim, kind=dtype),
+        *new, *scores, *maps, of(heads, dim, features, kind=dtype), decay, old, last, of(heads, kind=dtype),
+        of(heads, kind=dtype), turns, 0 if is_plain else dim // 8, False, 16 * tokens, dim**-0.5, slope_scale=1 / 64,
+        is_rate=True, rows=rows_of_state, out=of(batch, 1, heads, dim, kind=dtype),
     )  # fmt: skip
     return found
 
 
-def prefill(dtype: torch.dtype, dim: int, groups: int, tokens: int, features: int) -> dict:
+def plain_step(*case: Any) -> dict:
+    """The same without exact keys, positions and decay, to a new state."""
+    return step(*case, is_plain=True)
+
+
+def prompt(*case: Any) -> dict:
+    """The same of a prompt before which there is nothing, of few tokens."""
+    return prefill(*case, is_first=True)
+
+
+def plain_prompt(*case: Any) -> dict:
+    """The same without exact keys and rotary positions."""
+    return prefill(*case, is_first=True, is_plain=True)
+
+
+def prefill(
+    dtype: torch.dtype,
+    dim: int,
+    groups: int,
+    tokens: int,
+    features: int,
+    is_first: bool = False,
+    is_plain: bool = False,
+) -> dict:
     """What the kernels of a prompt need, of which tokens came before, for the sizes of a state of so many tokens."""
     from hf_linear_attention.kernels import triton_prefill
 
     found: dict = {}
-    for name in ("_choose", "_list", "_exponents", "_group_sums", "_states", "_outputs", "_keep"):
+    for name in ("_choose", "_list", "_exponents", "_states", "_outputs", "_keep"):
         setattr(triton_prefill, name, Compiled(getattr(triton_prefill, name), found))
     batch, kv_heads, window, sinks, length = 1, 8, tokens // 4, 4, 16 * tokens
     kept, heads, slots = tokens - window - features, kv_heads * groups, window + length
+    if is_first:
+        length = slots = 300
+    if is_plain:
+        kept = 0
 
     def of(*shape, kind=torch.float32):
         return torch.empty(*shape, dtype=kind, device="meta")
@@ -128,13 +162,15 @@ def prefill(dtype: torch.dtype, dim: int, groups: int, tokens: int, features: in
     ]
     sums, new = of(*of_kv, features, dim + 2), [of(batch, n, slots, dim, kind=dtype) for n in (kv_heads, kv_heads)]
     maps = [of(kv_heads, dim, features, kind=dtype), of(kv_heads, 1, features, kind=dtype), of(kv_heads, kind=dtype)]
+    places = [None] * 3 if is_plain else [of(*of_kv, slots, 1)]
+    places = places if is_plain else [*places, of(batch, length, kind=number), of(batch, slots, kind=number)]
     triton_prefill.run(
         of(batch, heads, length, dim, kind=dtype), *new, of(batch, slots, kind=boolean),
         *(of(*of_kv, sinks, dim, kind=dtype) for _ in range(2)), of(batch, length, sinks, kind=boolean),
-        of(*of_kv, slots, 1), of(batch, length, kind=number), of(batch, slots, kind=number), *maps,
-        of(heads, dim, features, kind=dtype), of(kv_heads, kind=dtype), sums, of_kept, of(heads, kind=dtype),
-        of(heads, kind=dtype), of(dim // 2), window, kept, dim // 8, False, 16 * tokens, dim**-0.5, True,
-        out=of(batch, length, heads, dim, kind=dtype), new_sums=sums, new_kept=of_kept,
+        *places, *maps, of(heads, dim, features, kind=dtype), of(kv_heads, kind=dtype), None if is_first else sums,
+        [] if is_first else of_kept, of(heads, kind=dtype), of(heads, kind=dtype), None if is_plain else of(dim // 2),
+        window, kept, 0 if is_plain else dim // 8, False, 16 * tokens, dim**-0.5, True,
+        out=of(batch, length, heads, dim, kind=dtype), new_sums=sums, new_kept=[] if is_plain else of_kept,
     )  # fmt: skip
     return found
 

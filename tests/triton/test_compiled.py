@@ -13,13 +13,19 @@ import triton_interpreter
 
 # The slow path of the cosine of a large angle has 28 bytes of its own.
 COSINE = 32
-# What was found of the widest kernel, which also holds the path beyond the trained length.
-KNOWN = {("_outputs", "sm_80"): 192, ("_outputs", "sm_90"): 48}
+# What was found of the widest kernels; `_outputs` also holds the path beyond the trained length.
+KNOWN = {
+    **{("prefill", "_outputs", "sm_80"): 192, ("prefill", "_outputs", "sm_90"): 48},
+    **{("prompt", "_outputs", "sm_80"): 72, ("prompt", "_exponents", "sm_100"): 40},
+}
 
 
-@pytest.mark.parametrize(("what", "case"), [("step", "bfloat16 64 4 2048 32"), ("prefill", "bfloat16 64 4 2048 32")])
-def test_no_register_spills(what, case):
-    """Of Llama 1B's heads with a state of 2,048 tokens."""
+@pytest.mark.parametrize("what", ["prefill", "prompt", "plain_prompt", "step", "plain_step"])
+def test_it_compiles_without_spills(what):
+    """Of Llama 1B's heads with a state of 2,048 tokens. The interpreter does not see what is wrong with a tensor that
+    is None where the compiler reads on.
+    """
+    case = "bfloat16 64 4 2048 32"
     script = triton_interpreter.__file__.replace("interpreter", "compiled")
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", script, what, *case.split()]
@@ -30,4 +36,4 @@ def test_no_register_spills(what, case):
     for kernel, by_architecture in needs.items():
         assert set(by_architecture) == {"sm_80", "sm_90", "sm_100"}
         for name, need in by_architecture.items():
-            assert need["stack"] <= KNOWN.get((kernel, name), COSINE), (kernel, name, need)
+            assert need["stack"] <= KNOWN.get((what, kernel, name), COSINE), (kernel, name, need)
