@@ -12,14 +12,15 @@ from ..mechanisms.base import MechanismInputs, State
 from ..mechanisms.hybrid import SLOPE_TOKENS, HybridAttention
 from ..mechanisms.window import Line, WindowState
 from ..torch_kernels.blocks import EXP, HEDGEHOG, with_dtype
-from . import triton_hybrid
+from . import fla, triton_hybrid
 
 
 def hybrid_on_cuda(
     mechanism: HybridAttention, inputs: MechanismInputs, line: Line, sinks: tuple[Tensor, ...], seen: Tensor, sums: Any
 ) -> tuple[Tensor, Any] | None:
     """The output `[B, H, N, W]` and the new sums, if Triton takes these tensors."""
-    if not triton_hybrid.takes(inputs.query, line.key, line.value, sinks[0], *_map_of(mechanism)):
+    query = inputs.query
+    if not fla.is_on_cuda(query) or not triton_hybrid.takes(query, line.key, line.value, sinks[0], *_map_of(mechanism)):
         return None
     count, (_, first, is_interleaved, trained_length) = mechanism.num_exact_keys, mechanism.turns
     old, kept = (sums[0], sums[1:]) if count and sums is not None else (sums, ())
@@ -45,6 +46,8 @@ def hybrid_step_on_cuda(
     mechanism: HybridAttention, inputs: MechanismInputs, old: WindowState
 ) -> tuple[Tensor, State] | None:
     """The output `[B, 1, H, W]` of one token and the new state, if Triton takes these tensors."""
+    if not fla.is_on_cuda(inputs.query):
+        return None
     query, key, value, gates = inputs.query, inputs.key, inputs.value, inputs.gates
     if not triton_hybrid.takes(query, key, value, old.sink_key, *_map_of(mechanism)):
         return None

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..torch_kernels.blocks import EXP, needs_plain
-from . import fla
 from .hybrid_step import PLACES
 from .operators import Operator, register
 
@@ -51,12 +50,12 @@ def is_installed() -> bool:
 def takes(
     query: Tensor, key: Tensor, value: Tensor, sink_key: Tensor, key_weight: Tensor, function: int
 ) -> bool:  # fmt: skip
-    """Whether the kernels compute `hybrid` for these tensors: on CUDA, without gradients, of sizes for which they are.
+    """Whether the kernels compute `hybrid` for these tensors on CUDA: without gradients, of sizes for which they are.
 
     Args:
         key_weight: `[Hkv, D, F]`, of the feature map whose function is `function`.
     """
-    if torch.is_grad_enabled() or needs_plain(query) or not fla.is_on_cuda(query) or not is_installed():
+    if torch.is_grad_enabled() or needs_plain(query) or not is_installed():
         return False
     features, columns = key_weight.shape[2], max(query.shape[3], value.shape[3])
     return (

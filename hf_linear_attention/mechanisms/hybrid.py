@@ -132,7 +132,7 @@ class HybridAttention(HybridOptions, WindowAttention):
         if not self._is_plain or torch.is_grad_enabled():
             return None
         query = inputs.query
-        if query.device.type == "cuda" and (found := implemented("hybrid_step_on_cuda", self, inputs, old)) is not None:
+        if (found := implemented("hybrid_step_on_cuda", self, inputs, old)) is not None:
             return found
         if implemented("takes_hybrid_step", query, inputs.key, inputs.value, old.key, old.value):
             return implemented("hybrid_step", self._step_arguments(inputs, old), inputs.in_place, inputs.rows)
@@ -291,8 +291,7 @@ class HybridAttention(HybridOptions, WindowAttention):
         query, features = inputs.query, self.feature_map.num_features
         if not self._is_plain or not self.joins_at_once:
             return None
-        on_cuda = (self, inputs, line, sinks, seen, sums)
-        if query.device.type == "cuda" and (found := implemented("hybrid_on_cuda", *on_cuda)) is not None:
+        if (found := implemented("hybrid_on_cuda", self, inputs, line, sinks, seen, sums)) is not None:
             return found
         if not implemented("takes_hybrid", query, line.key, line.value, line.kind, features):
             return None

@@ -64,8 +64,9 @@ def test_tokens_are_those_of_the_mechanism(name, dtype, pads, monkeypatch):
         expected = wide(type(some)(*widened(some)), None if state is None else tuple(widened(state)))[0]
         reference = mechanism(some, state)[1]
         with monkeypatch.context() as patched:
-            on_cuda(patched)
+            ran = on_cuda(patched)
             output, state = mechanism(some, state)
+        assert ran == ["triton_prefill"]
         error = relative(output, expected)
         assert error < TOLERANCE[dtype]
         assert_same_state(state, reference)

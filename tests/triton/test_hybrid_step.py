@@ -45,8 +45,9 @@ def test_a_step_is_that_of_the_mechanism(name, dtype, monkeypatch):
         expected = wide(type(one)(*widened(one)), tuple(widened(state)))[0]
         expected_state = mechanism(one, state)[1]
         with monkeypatch.context() as patched:
-            on_cuda(patched)
+            ran = on_cuda(patched)
             output = mechanism.step_in_rows(one, blocks, rows)
+        assert ran == ["triton_step"]
         assert relative(output, expected) < TOLERANCE[dtype]
         for block, x in zip(blocks, expected_state):
             if x.dtype == torch.float32 and block is blocks[0]:  # sums of exponents, in another order
@@ -64,8 +65,9 @@ def test_without_in_place_the_old_state_stays(name, monkeypatch):
     old = mechanism(tokens(mechanism, 0, 14, torch.float32))[1]
     one, before = tokens(mechanism, 14, 15, torch.float32), tuple(x.clone() for x in old)
     expected, expected_state = mechanism(one, old)
-    on_cuda(monkeypatch)
+    ran = on_cuda(monkeypatch)
     output, state = mechanism(one, old)
+    assert ran == ["triton_step"]
     assert all(torch.equal(x, y) for x, y in zip(old, before))
     for actual, x in zip((output, *state), (expected, *expected_state)):
         torch.testing.assert_close(actual, x, rtol=3e-5, atol=1e-5)
