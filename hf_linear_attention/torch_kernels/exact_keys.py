@@ -29,7 +29,10 @@ NEVER = float("-inf")  # the score of a place without a key, in a choice
 
 
 class Kept(NamedTuple):
-    """What is kept behind the window, in the order of its tokens; zeros are places without a key."""
+    """What is kept behind the window, in the order of its tokens; zeros are places without a key.
+
+    All heads of a sequence have as many.
+    """
 
     key: Tensor  # [B, Hkv, M, D]
     value: Tensor  # [B, Hkv, M, D]

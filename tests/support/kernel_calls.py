@@ -245,7 +245,7 @@ class Maker:
                 x = self.mask(name, shape)
             elif name in PLACES and name not in by_name:
                 x = self.place(name, shape)
-                if kind == "hybrid" and name == "kept_age":  # all heads have as many keys
+                if name == "kept_age":  # all heads have as many keys
                     x = x[:, :1].expand(shape).clone()
             x = x.to(by_name[name]) if name in by_name else x
             is_double = dtypes[2] == torch.float64 and x.dtype == torch.float32
