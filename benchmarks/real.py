@@ -15,7 +15,8 @@ tokens; ± is the standard error of the paired difference to the window. Windows
 without AMX, a row of 4,096 tokens takes Qwen2.5-Coder-0.5B one to three minutes.
 
 With `--pairs`, "found" is the share of values that each model knows in a JSON object of random pairs (Liu et al. 2023,
-arXiv:2307.03172): a value is found if every token of it is the most likely one after the true ones before it.
+arXiv:2307.03172): a value is found if every token of it is the most likely one after the true ones before it;
+`benchmarks.retrieval` does the same with the caches of kvpress.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import random
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from benchmarks.retrieval import Context, retrieval
 from hf_linear_attention import convert
 from hf_linear_attention.conversion.calibration_data import data_recipe
 from hf_linear_attention.conversion.quality import SameBytes, load_models, windows_of_same_bytes
@@ -45,7 +45,6 @@ from hf_linear_attention.training.models import checkpoint_dtype
 
 
 SINKS = 4
-CONTEXTS, ASKED = 2, 10
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -92,7 +91,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     windows = retention.separate_windows(np.array(ids[:wanted]), options.length, tokenizer.bos_token_id)
     batches = retention.batches_of(windows, options.length, 0)
     rows, found_values = dict[str, Tensor](), dict[str, float]()
-    contexts = retrieval(tokenizer, options.pairs) if options.pairs else []
+    contexts = [*map(with_answers, retrieval(tokenizer, options.pairs))] if options.pairs else []
 
     def add(name: str, model: Any) -> None:
         rows[name] = retention.nats_of(model, batches)
@@ -115,24 +114,14 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     return {"position": retention.target_positions(batches), "nats": rows, "found": found_values}
 
 
-def retrieval(tokenizer: Any, pairs: int) -> list[tuple[Tensor, list[range]]]:
-    """The tokens `[1, N]` of each context, a JSON object and then some of its pairs again, and where their values are.
-
-    The keys that are asked for stand evenly in the object.
-    """
-    contexts, draw = [], random.Random(0)
-    for _ in range(CONTEXTS):
-        names = [[str(uuid.UUID(int=draw.getrandbits(128), version=4)) for _ in range(pairs)] for _ in range(2)]
-        given = dict(zip(*names, strict=True))
-        text = f"Find the value of the given key in this JSON object.\n\n{json.dumps(given, indent=0)}\n"
-        ids, places = list(tokenizer(text)["input_ids"]), []
-        for key in names[0][:: max(1, pairs // ASKED)][:ASKED]:
-            ids += tokenizer(f'\nKey: "{key}"\nValue: "', add_special_tokens=False)["input_ids"]
-            value = tokenizer(given[key], add_special_tokens=False)["input_ids"]
-            places.append(range(len(ids), len(ids) + len(value)))
-            ids += value + tokenizer('"', add_special_tokens=False)["input_ids"]
-        contexts.append((torch.tensor([ids]), places))
-    return contexts
+def with_answers(context: Context) -> tuple[Tensor, list[range]]:
+    """The tokens `[1, N]` of a context and its questions with their answers, and where the values are."""
+    ids, places = list(context.words), []
+    for question in context.questions:
+        first = len(ids) + len(question.words)
+        places.append(range(first, first + len(question.value)))
+        ids += [*question.words, *question.value, *question.end]
+    return torch.tensor([ids]), places
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from pydoc_data.topics import topics
 
 import pytest
 from checkpoints import convert_folder, save_twin
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def run(name: str, folder, *words: object) -> dict:
@@ -115,7 +115,7 @@ def test_recall_against_bytes(files, tmp_path):
 @pytest.mark.benchmarks
 def test_real(tmp_path, capsys):
     """The controls are of one size and of other nats, and the window of the same bytes stands before the student."""
-    real = importlib.import_module("benchmarks.real")
+    real, retrieval = (importlib.import_module(f"benchmarks.{name}") for name in ("real", "retrieval"))
     save_twin(tmp_path / "source", "llama", "AutoModelForCausalLM", max_position_embeddings=256)
     convert_folder(tmp_path / "source", tmp_path / "student", "--state_tokens", 96, "--no_verify")
     (tmp_path / "text.txt").write_text(topics["assert"] * 4)
@@ -130,8 +130,13 @@ def test_real(tmp_path, capsys):
     assert len({row["0-255"] for row in rows}) == len(rows)
     assert all(0 <= row["found"] <= 1 for row in rows)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "source")
-    for ids, places in real.retrieval(tokenizer, 3):
+    contexts = retrieval.retrieval(tokenizer, 3)
+    for ids, places in map(real.with_answers, contexts):
         values = [tokenizer.decode(ids[0, place.start : place.stop]).replace(" ", "") for place in places]
         assert all(tokenizer.decode(ids[0]).replace(" ", "").count(value) == 2 for value in values)
         assert len(set(values)) == 3
     assert "| student |" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    first = [context._replace(questions=context.questions[:1]) for context in contexts]
+    together = real.values_found(model, [*map(real.with_answers, first)])
+    assert retrieval.values_found(model, first) == together  # a cache, without kvpress, which has its own environment
