@@ -7,6 +7,7 @@ import json
 from pydoc_data.topics import topics
 
 import pytest
+import torch
 from checkpoints import convert_folder, save_twin
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -137,6 +138,10 @@ def test_real(tmp_path, capsys):
         assert len(set(values)) == 3
     assert "| student |" in capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
-    first = [context._replace(questions=context.questions[:1]) for context in contexts]
-    together = real.values_found(model, [*map(real.with_answers, first)])
-    assert retrieval.values_found(model, first) == together  # a cache, without kvpress, which has its own environment
+    (words, (question, *_)), *_ = contexts
+    prompt = torch.tensor([words + question.words])
+    said = model.generate(prompt, max_new_tokens=3, do_sample=False)[0, prompt.shape[1] :].tolist()
+    for value, found in ((said, 1.0), ([said[0], said[1] + 1, said[2]], 0.0)):
+        asked = [retrieval.Context(words, [question._replace(value=value)])]
+        assert real.values_found(model, [*map(real.with_answers, asked)]) == found
+        assert retrieval.values_found(model, asked) == found  # kvpress has an environment of its own
