@@ -285,7 +285,7 @@ def calibrated(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]
         )
         return {"inputs": None, "tokens": 0}
     logger.info("calibrating on %s", inputs.name)
-    count = _calibration_tokens(conversion)
+    count = calibration_tokens(conversion)
     try:
         with ready_to_compute(model):
             tokens = calibrate(model, progress(inputs.batches(count), "calibrating"))
@@ -302,7 +302,7 @@ def with_divided_keys(conversion: Conversion, model: PreTrainedModel) -> Plan:
         return plan
     logger.info("dividing exact keys between the layers")
     with ready_to_compute(model):
-        numbers = divide_exact_keys(model, inputs.batches(_calibration_tokens(conversion)))
+        numbers = divide_exact_keys(model, inputs.batches(calibration_tokens(conversion)))
     if len({number for number in numbers if number}) < 2:
         return plan
     logger.info("exact keys by layer: %s", ", ".join(map(str, numbers)))
@@ -319,7 +319,8 @@ def written_plan(conversion: Conversion, report: Mapping[str, Any]) -> Plan:
     return make_plan(conversion.source, settings, arguments.trust_remote_code, arguments.dtype)
 
 
-def _calibration_tokens(conversion: Conversion) -> int:
+def calibration_tokens(conversion: Conversion) -> int:
+    """The most tokens that a conversion is calibrated on."""
     plan = conversion.plan
     if not keeps_exact_keys(plan):
         return CALIBRATION_TOKENS

@@ -19,6 +19,7 @@ from hf_linear_attention.conversion.arguments import (
     parse_tokens,
 )
 from hf_linear_attention.conversion.calibration_data import check_pairs_file
+from hf_linear_attention.conversion.estimate import Estimate
 from hf_linear_attention.conversion.plan import Plan, stock_config
 from hf_linear_attention.conversion.source import Source
 from hf_linear_attention.default_settings import direction_of
@@ -206,7 +207,7 @@ def _options(arguments: ConversionArguments, source: Source, task: str, work: Pa
     }
 
 
-def describe_stages(training: Training) -> list[str]:
+def describe_stages(training: Training, estimate: Estimate) -> list[str]:
     """One line per stage, for `--dry_run`."""
     preset, task = training.preset, training.given["task"]
     stages, tokens = stages_of(preset, task), training.given.get("max_train_tokens")
@@ -214,7 +215,10 @@ def describe_stages(training: Training) -> list[str]:
     lines = [f"  preset      {preset.name}: {preset.description}"]
     for number, stage in enumerate(stages, 1):
         options = ", ".join(f"{name}={value}" for name, value in stage.options.items())
-        length = f"{epochs * stage.share:g} epochs" if tokens is None else f"{tokens * stage.share:,.0f} tokens"
+        length = f"{epochs * stage.share:g} epochs"
+        if tokens is not None:
+            cost = estimate.stage({**stage.options, **training.given}, tokens * stage.share)
+            length = f"{tokens * stage.share:,.0f} tokens, {cost}"
         lines.append(f"  stage {number} of {len(stages)}  {stage.name}: {length}; {options}")
     if training.heals_control:
         lines.append(f"  control     a window of the same bytes, trained on {tokens:,} tokens too")

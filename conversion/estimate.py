@@ -1,0 +1,80 @@
+"""The minutes and gigabytes of a run before it begins, for `--dry_run`: sizes of the model, and one timed product.
+
+They are those of one process on this machine while nothing else runs, in float32, and rough.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_linear_attention.conversion.plan import Plan
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.training.data.processors import default_length
+from hf_linear_attention.training.recipe import MECHANISM, TRANSFER, OptimizationArguments
+
+
+# Bytes of a token in a batch, over the width: in attention transfer, in each layer, in each that is computed again.
+TRANSFERRED, KEPT, CHECKPOINT = 68, 88, 4
+MOST_LOGITS, IMPORTS = 256e6, 0.6e9
+BESIDES = 2.0  # the time of everything over that of products of matrices
+ROWS = 1024  # of the timed product
+
+
+class Estimate:
+    """The cost of the stages of one plan."""
+
+    def __init__(self, plan: Plan):
+        model = plan.model
+        (self.shape, *_) = (m.linear_attention.shape for m in linear_attention_modules(model).values())
+        self.length, self.depth = default_length(plan.config), plan.num_layers
+        self.base = sum(p.numel() for name, p in model.named_parameters() if MECHANISM not in name)
+        output = model.get_output_embeddings()
+        linear = {
+            module: module.weight.numel()
+            for name, module in model.named_modules()
+            if isinstance(module, (nn.Linear, Conv1D)) and MECHANISM not in name
+        }
+        self.output, self.vocabulary = (linear.pop(output, 0), len(output.weight)) if output in linear else (0, 0)
+        self.layers = sum(linear.values())
+        self.speed = seconds_per_operation(self.shape.hidden_size)
+
+    def scores(self, tokens: int) -> str:
+        """The time in which scores of exact keys are fitted."""
+        return self._time(self.layers * tokens)
+
+    def stage(self, options: Mapping[str, Any], tokens: float) -> str:
+        """The time and the peak memory of a stage with these options of `finetune.py`."""
+        batch = options.get("per_device_train_batch_size", OptimizationArguments.per_device_train_batch_size)
+        numbers = self.shape.hidden_size * batch * options.get("max_length", self.length)
+        if options.get(TRANSFER):
+            products, size = self.layers, 4 * self.base + TRANSFERRED * numbers
+        else:
+            has_adapters, again = bool(options.get("use_peft")), bool(options.get("gradient_checkpointing"))
+            # the teacher's and the student's forward pass, and gradients of activations, and of weights
+            products = (self.layers + self.output) * (3 if has_adapters else 4) + self.layers * again
+            size = (4 if has_adapters else 20) * self.base
+            size += (CHECKPOINT * self.depth + KEPT if again else KEPT * self.depth) * numbers
+            size += min(MOST_LOGITS, 8 * self.vocabulary * numbers / self.shape.hidden_size)
+        return f"{self._time(products * tokens)} and {(size + IMPORTS) / 1e9:.1f} GB"
+
+    def _time(self, products: float) -> str:
+        seconds = 2 * products * BESIDES * self.speed
+        return f"about {seconds / 60:.0f} minutes" if seconds >= 90 else f"about {max(1, seconds):.0f} seconds"
+
+
+def seconds_per_operation(width: int) -> float:
+    """Of one multiplication or addition in a float32 product of matrices of this width, on the device that trains."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, weight = (torch.ones(n, width, dtype=torch.float32, device=device) for n in (ROWS, width))
+    taken = []
+    for _ in range(7):
+        begin = time.perf_counter()
+        (x @ weight).sum().item()
+        taken.append(time.perf_counter() - begin)
+    return min(taken) / (2 * ROWS * width * width)
