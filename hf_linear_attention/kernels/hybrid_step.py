@@ -173,8 +173,11 @@ def _fake_hybrid_step_(*given: Any) -> Tensor:
     return given[STEP_STATE][0].new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
 
 
-def check_hybrid_step(given: StepArguments, rows: Tensor | None) -> None:
+def check_hybrid_step(given: StepArguments, rows: Tensor | None, number: torch.dtype | None = torch.float32) -> None:
     """Check the arguments of the operator `hybrid_step_`.
+
+    Args:
+        number: the dtype of parameters and scores; None for any floating-point one.
 
     Raises:
         ValueError: for the first invalid argument.
@@ -183,7 +186,7 @@ def check_hybrid_step(given: StepArguments, rows: Tensor | None) -> None:
     if not query.ndim == key.ndim == value.ndim == 4 or query.shape[1] % (key.shape[1] or 1) or not key.shape[1]:
         check_heads(query, key, value)
     (batch, heads), kv_heads, device = query.shape[:2], key.shape[1], query.device
-    dim, columns, number = key.shape[3], key_weight.shape[-1] if key_weight.ndim else 0, torch.float32
+    dim, columns = key.shape[3], key_weight.shape[-1] if key_weight.ndim else 0
     shapes: Any = (
         ((batch, heads, 1, dim), None),
         ((batch, kv_heads, 1, dim), None),
@@ -208,8 +211,9 @@ def check_hybrid_step(given: StepArguments, rows: Tensor | None) -> None:
             continue
         if tensor.shape != shape or tensor.device != device:
             check_shape(name, tensor, shape, like=query)
-        if dtype is not None and tensor.dtype != dtype:
-            raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
+        if tensor.dtype != dtype if dtype is not None else not tensor.is_floating_point():
+            expected_type = dtype or "a floating-point one"
+            raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {expected_type}.")
     has_scores = given.score is not None
     if (given.slope is not None) != has_scores:
         raise ValueError("`score` and `slope` belong together; pass both or neither.")

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from ..torch_kernels.blocks import EXP, needs_plain
-from .hybrid_step import PLACES
+from .checks import check_blocks, check_shape
+from .hybrid import check_hybrid
+from .hybrid_arguments import HybridArguments, StepArguments
+from .hybrid_step import PLACES, check_hybrid_step
 from .operators import Operator, register
 
 
@@ -57,6 +60,8 @@ def takes(
     """
     if torch.is_grad_enabled() or needs_plain(query) or not is_installed():
         return False
+    if not query.ndim == key.ndim == value.ndim == sink_key.ndim == 4 or not key.shape[1]:
+        return False  # torch says what is wrong
     features, columns = key_weight.shape[2], max(query.shape[3], value.shape[3])
     return (
         function == EXP
@@ -77,6 +82,8 @@ def step(
     scaling: float, slope_scale: float, is_rate: bool, in_place: bool,
 ) -> tuple[Tensor, Sequence[Tensor]]:  # fmt: skip
     """One new real token of `hybrid` in arguments that `takes` takes: the output `[B, 1, H, W]` and the new state.
+
+    ValueError if the shapes, dtypes or devices do not match, or blocks of a state that changes in place are not dense.
 
     Args:
         slope: `[Hkv]`; the score of token n (counted from 1) is `score [B, 1, Hkv]` + n `slope` `slope_scale`.
@@ -107,6 +114,8 @@ def prefill(
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:  # fmt: skip
     """Several tokens of `hybrid` in arguments that `takes` takes, of which the first ones of a row may be padding.
 
+    ValueError if the shapes, dtypes or devices do not match, as in `step`.
+
     Args:
         key, value: `[B, Hkv, L, D or W]` of N tokens, or of the `window` rows before them too.
         visible: bool `[B, L]`, True where there is a key that is no sink. In a row, these are the last ones.
@@ -124,33 +133,23 @@ def prefill(
     )
     places = [None if x is None else x.contiguous() for x in (position, key_position)]
     given: Any = (query, key, value, visible.contiguous(), *sinks, seen.contiguous(), score, *places)
-    given = (
-        *given,
-        key_weight,
-        key_bias,
-        key_norm,
-        query_weight,
-        log_decay,
-        sums,
-        [x.contiguous() for x in kept],
-        log_scale,
-        norm_weight,
-        frequencies,
-    )
+    parameters = [None if x is None else x.contiguous() for x in (key_weight, key_bias, key_norm, query_weight)]
+    given = (*given, *parameters, log_decay, sums, [x.contiguous() for x in kept], log_scale, norm_weight, frequencies)
     how = window, count, first_turned, is_interleaved, trained_length, scaling, is_rate
     output, new_sums, *new = OPERATORS.hybrid_on_cuda(*given, *how)
     return output, new_sums, new
 
 
 def _prefill(*given: Any) -> list[Tensor]:
+    output, sums, *kept = found = _fake_prefill(*given)
     from .triton_prefill import run
 
-    output, sums, *kept = found = _fake_prefill(*given)
     cast(Any, run)(*given, out=output, new_sums=sums, new_kept=kept)
     return found
 
 
 def _fake_prefill(*given: Any) -> list[Tensor]:
+    _check_prefill(*given)
     query, key, value, _, _, _, _, _, _, key_position, key_weight, *_ = given
     (batch, heads, length, _), kv_heads, width, count = query.shape, key.shape[1], value.shape[3], given[21]
     sums = query.new_empty(batch, kv_heads, key_weight.shape[2], width + 2, dtype=torch.float32)
@@ -162,6 +161,37 @@ def _fake_prefill(*given: Any) -> list[Tensor]:
         found += [key.new_empty(*rows, 1, dtype=number), key.new_empty(*rows, 1, dtype=place)]
         found += [] if key_position is None else [key.new_empty(*rows, 1, dtype=place)]
     return found
+
+
+def _check_prefill(*given: Any) -> None:
+    """Raise ValueError for the first argument that does not fit, as the operator `hybrid` does."""
+    *tensors, key_weight, key_bias, key_norm, query_weight, log_decay, sums, kept = given[:17]
+    (log_scale, norm_weight, frequencies, window, count, first, is_interleaved, trained_length, scaling, _) = given[17:]
+    *line, score, position, key_position = tensors
+    arguments: Any = (
+        *(*line, log_decay, sums, key_weight, key_bias, key_norm, query_weight, log_scale, norm_weight),
+        *(*kept, *[None] * (5 - len(kept)), score, position, key_position, EXP, window, scaling),
+        *(_frequencies(frequencies, line[0]), first, is_interleaved, trained_length, count),
+    )
+    features, (heads, kv_heads) = check_hybrid(HybridArguments(*arguments)), (line[0].shape[1], line[1].shape[1])
+    shapes = {  # which may be those of one head in torch
+        "key_weight": (key_weight, (kv_heads, line[1].shape[3], features)),
+        "key_bias": (key_bias, (kv_heads, 1, features)),
+        "key_norm": (key_norm, (kv_heads, 1, 1)),
+        "query_weight": (query_weight, (heads, line[1].shape[3], features)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        check_shape(name, tensor, shape, like=line[0])
+
+
+def _frequencies(frequencies: Tensor | None, query: Tensor) -> list[float]:
+    """As many numbers as there are `frequencies`; to read them would wait for the device."""
+    if frequencies is None:
+        return []
+    check_shape("frequencies", frequencies, (frequencies.numel(),), like=query)
+    if frequencies.dtype != torch.float32:
+        raise ValueError(f"`frequencies` is {frequencies.dtype}; it must be torch.float32.")
+    return [0.0] * frequencies.shape[0]
 
 
 def _in_order(state: Sequence[Tensor]) -> list[Tensor | None]:
@@ -180,10 +210,13 @@ def _step(*given: Any) -> list[Tensor]:
 
 
 def _run_step(given: Sequence[Any], state: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
+    *shared, frequencies, rows, first, is_interleaved, trained, scaling, slope_scale, is_rate = given[STEP_STATE + 1 :]
+    turns: Any = _frequencies(frequencies, given[0]), first, is_interleaved, trained
+    check_hybrid_step(StepArguments(*given[: STEP_STATE + 1], *shared, *turns, EXP, scaling), rows, number=None)
+    check_blocks(*state)
     from .triton_step import run
 
     tensors = [None if x is None else x.contiguous() for x in given[:STEP_STATE]]
-    *shared, frequencies, rows, first, is_interleaved, trained, scaling, slope_scale, is_rate = given[STEP_STATE + 1 :]
     out = _fake_step_(*given)
     states = _in_order(state), _in_order(new)
     arguments = (*tensors, *states, *shared, frequencies, first, is_interleaved, trained, scaling)
