@@ -40,6 +40,10 @@ PLACES: dict[int, tuple[int | None, ...]] = {
 }
 
 
+# What kernels on CUDA convert where they read it.
+CONVERTED = {torch.float32: (torch.float16, torch.bfloat16, torch.float64), torch.int32: (torch.int64,)}
+
+
 # Whether `hybrid_step` computes a step for these tensors.
 takes_hybrid_step = functools.partial(takes_step, in_graphs=True)
 
@@ -173,11 +177,11 @@ def _fake_hybrid_step_(*given: Any) -> Tensor:
     return given[STEP_STATE][0].new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
 
 
-def check_hybrid_step(given: StepArguments, rows: Tensor | None, number: torch.dtype | None = torch.float32) -> None:
+def check_hybrid_step(given: StepArguments, rows: Tensor | None, converts: bool = False) -> None:
     """Check the arguments of the operator `hybrid_step_`.
 
     Args:
-        number: the dtype of parameters and scores; None for any floating-point one.
+        converts: whether parameters, scores and positions may have the dtypes of `CONVERTED`, too.
 
     Raises:
         ValueError: for the first invalid argument.
@@ -186,7 +190,7 @@ def check_hybrid_step(given: StepArguments, rows: Tensor | None, number: torch.d
     if not query.ndim == key.ndim == value.ndim == 4 or query.shape[1] % (key.shape[1] or 1) or not key.shape[1]:
         check_heads(query, key, value)
     (batch, heads), kv_heads, device = query.shape[:2], key.shape[1], query.device
-    dim, columns = key.shape[3], key_weight.shape[-1] if key_weight.ndim else 0
+    dim, columns, number = key.shape[3], key_weight.shape[-1] if key_weight.ndim else 0, torch.float32
     shapes: Any = (
         ((batch, heads, 1, dim), None),
         ((batch, kv_heads, 1, dim), None),
@@ -211,9 +215,9 @@ def check_hybrid_step(given: StepArguments, rows: Tensor | None, number: torch.d
             continue
         if tensor.shape != shape or tensor.device != device:
             check_shape(name, tensor, shape, like=query)
-        if tensor.dtype != dtype if dtype is not None else not tensor.is_floating_point():
-            expected_type = dtype or "a floating-point one"
-            raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {expected_type}.")
+        also = CONVERTED[dtype] if converts and dtype is not None and name != "state" else ()
+        if dtype is not None and tensor.dtype != dtype and tensor.dtype not in also:
+            raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
     has_scores = given.score is not None
     if (given.slope is not None) != has_scores:
         raise ValueError("`score` and `slope` belong together; pass both or neither.")

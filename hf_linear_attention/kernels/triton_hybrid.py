@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hybrid` on CUDA by Triton kernels: which calls they take, and the operators that run them.
 
-A decoding step is three launches (triton_step.py), and reading many tokens at most ten (triton_prefill.py). Only
+A decoding step is three launches (triton_step.py), and reading many tokens at most ten (triton_prefill.py); the scores
+of keys are one more (triton_scores.py). Only
 without gradients: training on CUDA, packed sequences and the feature map of Hedgehog stay with torch and fla-core.
 Triton is imported by the first call that it takes.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..torch_kernels.blocks import EXP, needs_plain
+from . import fla
 from .checks import check_blocks, check_shape
 from .hybrid import check_hybrid
 from .hybrid_arguments import HybridArguments, StepArguments
@@ -26,7 +28,7 @@ from .operators import Operator, register
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Those of the largest blocks that stay in registers.
-MOST_COLUMNS, MOST_WEIGHTS, MOST_GROUPS, MOST_SINKS = 256, 16384, 32, 64
+MOST_COLUMNS, MOST_WEIGHTS, MOST_GROUPS, MOST_SINKS, MOST_SCORES = 256, 16384, 32, 64, 64
 
 STEP = (
     "Tensor query, Tensor key, Tensor value, Tensor? score, Tensor? slope, Tensor? position, "
@@ -34,7 +36,7 @@ STEP = (
     "Tensor log_scale, Tensor norm_weight, Tensor? frequencies, Tensor? rows, int first_turned, bool is_interleaved, "
     "int trained_length, float scaling, float slope_scale, bool is_rate"
 )
-STEP_STATE = 11  # the place of the state among these arguments
+POSITION, STEP_STATE = 5, 11  # places among these arguments
 PREFILL = (
     "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor sink_key, Tensor sink_value, Tensor seen, "
     "Tensor? score, Tensor? position, Tensor? key_position, Tensor key_weight, Tensor? key_bias, Tensor? key_norm, "
@@ -87,7 +89,7 @@ def step(
 
     Args:
         slope: `[Hkv]`; the score of token n (counted from 1) is `score [B, 1, Hkv]` + n `slope` `slope_scale`.
-        position: int32 `[B, 1]`.
+        position: int32 or int64 `[B, 1]`.
         log_decay: `[Hkv]`, the logarithm of the decay per token, or with `is_rate` the rate of `LearnedDecay`.
         state: the 7, 8, 12 or 14 tensors of the mechanism's state; with `in_place` they become the new state, those of
             sequence b in block `rows[b]`, or b without `rows`.
@@ -138,6 +140,32 @@ def prefill(
     how = window, count, first_turned, is_interleaved, trained_length, scaling, is_rate
     output, new_sums, *new = OPERATORS.hybrid_on_cuda(*given, *how)
     return output, new_sums, new
+
+
+def scores(hidden: Tensor, weight: Tensor) -> Tensor | None:
+    """`hidden [B, N, E]` times `weight [Hkv, E]` over sqrt(E), `[B, N, Hkv]` in float32; None where torch computes it.
+
+    ValueError if the shapes or devices do not match.
+    """
+    if torch.is_grad_enabled() or needs_plain(hidden) or not fla.is_on_cuda(hidden) or not is_installed():
+        return None
+    if hidden.dtype not in DTYPES or weight.dtype not in DTYPES or not 0 < weight.shape[0] <= MOST_SCORES:
+        return None
+    return OPERATORS.scores_on_cuda(hidden, weight)
+
+
+def _scores(hidden: Tensor, weight: Tensor) -> Tensor:
+    out = _fake_scores(hidden, weight)
+    if out.numel():
+        from .triton_scores import run
+
+        run(hidden, weight, out)
+    return out
+
+
+def _fake_scores(hidden: Tensor, weight: Tensor) -> Tensor:
+    check_shape("weight", weight, (*weight.shape[:1], *hidden.shape[-1:]), like=hidden)
+    return hidden.new_empty(*hidden.shape[:-1], weight.shape[0], dtype=torch.float32)
 
 
 def _prefill(*given: Any) -> list[Tensor]:
@@ -212,11 +240,11 @@ def _step(*given: Any) -> list[Tensor]:
 def _run_step(given: Sequence[Any], state: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
     *shared, frequencies, rows, first, is_interleaved, trained, scaling, slope_scale, is_rate = given[STEP_STATE + 1 :]
     turns: Any = _frequencies(frequencies, given[0]), first, is_interleaved, trained
-    check_hybrid_step(StepArguments(*given[: STEP_STATE + 1], *shared, *turns, EXP, scaling), rows, number=None)
+    check_hybrid_step(StepArguments(*given[: STEP_STATE + 1], *shared, *turns, EXP, scaling), rows, converts=True)
     check_blocks(*state)
     from .triton_step import run
 
-    tensors = [None if x is None else x.contiguous() for x in given[:STEP_STATE]]
+    tensors = [x if x is None or x is given[POSITION] else x.contiguous() for x in given[:STEP_STATE]]
     out = _fake_step_(*given)
     states = _in_order(state), _in_order(new)
     arguments = (*tensors, *states, *shared, frequencies, first, is_interleaved, trained, scaling)
@@ -236,6 +264,7 @@ def _fake_step(*given: Any) -> list[Tensor]:
 
 OPERATORS = register(
     {
+        "scores_on_cuda": Operator("(Tensor hidden, Tensor weight) -> Tensor", _scores, _fake_scores),
         "hybrid_on_cuda": Operator(f"({PREFILL}) -> Tensor[]", _prefill, _fake_prefill),
         "hybrid_step_on_cuda": Operator(f"({STEP.format('Tensor[]')}) -> Tensor[]", _step, _fake_step),
         "hybrid_step_on_cuda_": Operator(f"({STEP.format('Tensor(a!)[]')}) -> Tensor", _step_, _fake_step_),
