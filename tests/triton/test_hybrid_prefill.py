@@ -46,6 +46,60 @@ def assert_same_state(actual, expected):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+def chosen(scores, count: int, length: int) -> tuple[list[int], list[int]]:
+    """When each of the keys of a head is displaced, and which key is before each query; one key after the other."""
+    leave, gone = [length + 1] * len(scores), [-1] * length
+    kept = list(range(count))
+    for t in range(length):
+        kept.append(count + t)
+        worst = min(kept, key=lambda i: (scores[i], -i))
+        kept.remove(worst)
+        if scores[worst] > float("-inf"):
+            leave[worst], gone[t] = t, worst
+    return leave, gone
+
+
+# How scores come: far from the order of the keys and with ties, in it, against it, all equal, and so that at once a key
+# is displaced that is much worse than the next one.
+ORDERS = {
+    "random": lambda n: torch.randint(0, n // 3, (n,)).float(),
+    "rising": lambda n: torch.arange(n).float(),
+    "falling": lambda n: -torch.arange(n).float(),
+    "equal": lambda n: torch.tensor([0.0, -0.0]).repeat(n)[:n],
+    "in steps": lambda n: torch.cat((torch.full((n // 2,), -5.0), torch.rand(n - n // 2))),
+    "late": lambda n: torch.cat((torch.tensor([-9.0]), 10.0 + torch.rand(40), torch.rand(n)))[:n],
+}
+
+
+@pytest.mark.parametrize(("count", "before"), [(3, 0), (41, 7)])
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_choice_is_that_of_one_key_after_the_other(order, count, before, monkeypatch):
+    """With padding, from places of which half are empty or from nothing, and in several groups of chunks."""
+    for name, size in (("GROUP", 1), ("MOST_GROUPS", 2), ("LISTED", 64)):
+        monkeypatch.setattr(triton_prefill, name, size)
+    length, window = 200, 7
+    score = torch.stack([ORDERS[order](before + length), ORDERS["random"](before + length)])
+    visible = torch.ones(2, before + length, dtype=torch.bool)
+    visible[0, 5:9] = visible[1, :70] = False
+    kept_score, kept_age = ORDERS[order](2 * count)[-count:].expand(2, -1), (torch.arange(count) % 2).expand(2, -1)
+    new = score.masked_fill(~visible, -torch.inf)
+    line = [kept_score.masked_fill(kept_age == 0, -torch.inf) if before else torch.full((2, count), -torch.inf)]
+    scores = torch.cat((*line, torch.full((2, window - before), -torch.inf), new), dim=1)[:, : count + length]
+    old = [x[:, None, :, None].contiguous() if before else None for x in (kept_score, kept_age.int())]
+    score = score[:, None, :, None]
+    how = {"before": before, "length": length, "window": window, "count": count}
+    leave, gone, listed, counts = triton_prefill.choose(score, visible, *old, score.stride()[:3], **how)
+    for row, numbers in enumerate(scores.tolist()):
+        ends, expected_gone = chosen(numbers, count, length)
+        assert gone[row].tolist() == expected_gone
+        is_key = [x > -torch.inf for x in numbers]
+        assert [x for x, real in zip(leave[row].tolist(), is_key) if real] == [x for x, y in zip(ends, is_key) if y]
+        for k in range(listed.shape[1]):
+            first, end = min(64 * k, length), min(64 * k + 64, length)
+            seen = [i for i in range(count + end) if is_key[i] and ends[i] > max(first, i - count)]
+            assert listed[row, k, : counts[row, k]].tolist() == seen
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "dtype", "pads"), RUNS)
 def test_tokens_are_those_of_the_mechanism(name, dtype, pads, monkeypatch):
