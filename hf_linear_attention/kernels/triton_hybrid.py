@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hybrid` on CUDA by Triton kernels: which calls they take, and the operators that run them.
 
-A decoding step is three launches (triton_step.py), and reading many tokens at most twelve (triton_prefill.py); the
+A decoding step is three launches (triton_step.py), and reading many tokens at most thirteen (triton_prefill.py); the
 scores of keys are one more (triton_scores.py). Only without gradients: training on CUDA, packed sequences and the
 feature map of Hedgehog stay with torch and fla-core. Triton is imported by the first call that it takes.
 """

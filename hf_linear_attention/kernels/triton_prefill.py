@@ -12,6 +12,7 @@ several launches.
     _choose      for every key when it is displaced, and for every query which key is; a program per chunk
     _list        for each chunk the keys that some of its queries see, and those that are kept at the end; of many
                  chunks, first for each group
+    _turn        every key as if it stood at position 0, if some query may be beyond the trained length
     _exponents   those of the displaced keys
     _states      if there are several groups of chunks, the far sums of each alone; then, a program per group, those
                  before each chunk, and those after the last token
@@ -235,6 +236,29 @@ def _numbers(g, there, line, row, kept, before, W: tl.constexpr, M: tl.constexpr
 
 
 @triton.jit
+def _turn(
+    key, key_position, frequencies, kept_key, kept_position, turned, key_batch, key_head, key_row, before, L, N,
+    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    bh, g, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C), tl.arange(0, DP)
+    key += _head_of(bh, key_batch, key_head, HKV)
+    there = (g < M + N) & (g >= M + W - before)
+    if kept_key is not None:
+        kept_key += bh * M * D
+        kept_position += bh * M
+        there = g < M + N
+    other, number, sign = _pair(c, PAIRS, INTERLEAVED)
+    x = _rows(g, there, c, c < D, key, key_row, kept_key, before, D, W, M)
+    x_other = _rows(g, there, other, c < D, key, key_row, kept_key, before, D, W, M).to(tl.float32)
+    place = _numbers(g, there, key_position + (bh // HKV) * L, 1, kept_position, before, W, M)
+    angle = -place.to(tl.float32)[:, None] * _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
+    at = (bh * (M + N) + g)[:, None] * D + c[None, :]
+    x = _turned(x.to(tl.float32), x_other, sign[None, :], angle)
+    tl.store(turned + at, x.to(turned.dtype.element_ty), mask=(g < M + N)[:, None] & (c < D)[None, :])
+
+
+@triton.jit
 def _exponents(
     key, visible, order, gone, key_position, frequencies, key_weight, key_bias, key_norm, log_decay,
     kept_key, kept_age, kept_position, exponents, key_batch, key_head, key_row, before, L, N, root,
@@ -374,7 +398,7 @@ def _states(
 @triton.jit
 def _outputs(
     query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,
-    query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position,
+    query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position, turned,
     leave, listed, counts, gone, exponents, states, out, query_batch, query_head, query_row, key_batch, key_head,
     key_row, value_batch, value_head, value_row,
     sink_key_batch, sink_key_head, sink_key_row, sink_value_batch, sink_value_head, sink_value_row,
@@ -452,6 +476,7 @@ def _outputs(
                 moved = _turned(q.to(tl.float32), far_other, sign[None, :], far_angle).to(q.dtype)
             if kept_position is not None:
                 kept_position += bh * M
+            turned += bh * (M + N) * D
         leave += bh * (M + N)
         listed += (bh * (K + 1) + k) * ROOM
         count = tl.load(counts + bh * (K + 1) + k)
@@ -465,12 +490,13 @@ def _outputs(
             logits = tl.dot(q.to(T), tl.trans(keys.to(T)), input_precision="ieee")
             if CLAMPS:
                 if furthest >= trained:
-                    turn = _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
                     place = _numbers(g, there, key_position + b * L, 1, kept_position, before, W, M)
-                    keys_other = _rows(g, there, other, c < D, key, key_row, kept_key, before, D, W, M).to(tl.float32)
-                    back = -place.to(tl.float32)[:, None] * turn
-                    turned = _turned(keys.to(tl.float32), keys_other, sign[None, :], back).to(keys.dtype)
-                    distant = tl.dot(moved.to(T), tl.trans(turned.to(T)), input_precision="ieee")
+                    keys = tl.load(
+                        turned + g.to(tl.int64)[:, None] * D + c[None, :],
+                        mask=there[:, None] & (c < D)[None, :],
+                        other=0.0,
+                    )
+                    distant = tl.dot(moved.to(T), tl.trans(keys.to(T)), input_precision="ieee")
                     logits = tl.where(p[:, None] - place[None, :] >= trained, distant, logits)
             total, top, output = _softmax(total, top, output, scaling * logits, sees, values, T)
     # The exponents of the queries, which the far keys have in common.
@@ -683,17 +709,24 @@ def run(
         group_sums = new(rows, groups, features, width + 2)
         _states[(rows, groups - 1, parts)](*given, None, group_sums, None, None, *strides_of_line, **shared, **sizes)
     _states[(rows, groups, parts)](*given, sums, group_sums, states, new_sums, *strides_of_line, **shared, **sizes)
+    clamps, turned = bool(pairs and trained_length and position is not None), None
+    if clamps and count:
+        turned = new(rows, count + length, dim, dtype=key.dtype)
+        _turn[(rows, -(-(count + length) // CHUNK))](
+            key, key_position, frequencies, kept_key, kept_position, turned, *strides[1], *where.values(),
+            D=dim, DP=columns, C=CHUNK, PAIRS=pairs, INTERLEAVED=is_interleaved, num_warps=8, **shared,
+        )  # fmt: skip
     is_large = columns * key.element_size() > 256
     _outputs[(chunks, batch * heads)](
         query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,
-        query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position,
+        query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position, turned,
         leave, listed, counts, unused, exponents, states, out, *strides[0], *strides[1], *strides[2], *strides[4],
         *strides[5], *where.values(),
         chunks, scaling, scaling**0.5,
         trained_length,
         G=heads // kv_heads, D=dim, DP=columns, V=width, VP=value_columns, F=features, FP=wide(features), S=sinks,
         SP=wide(sinks), ROOM=count + CHUNK, C=CHUNK, BLOCK=32 if is_large else 64, IS_RATE=is_rate,
-        CLAMPS=bool(pairs and trained_length and position is not None), T=TYPES[exact], PRECISION=precision,
+        CLAMPS=clamps, T=TYPES[exact], PRECISION=precision,
         num_warps=8,
         num_stages=2,
         **shared, **turns,

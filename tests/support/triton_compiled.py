@@ -154,7 +154,7 @@ def prefill(
     from hf_linear_attention.kernels import triton_prefill
 
     found: dict = {}
-    for name in ("_line_up", "_bounds", "_choose", "_list", "_exponents", "_states", "_outputs", "_keep"):
+    for name in ("_line_up", "_bounds", "_choose", "_list", "_turn", "_exponents", "_states", "_outputs", "_keep"):
         setattr(triton_prefill, name, Compiled(getattr(triton_prefill, name), found))
     batch, kv_heads, window, sinks, length = 1, 8, tokens // 4, 4, 16 * tokens
     kept, heads, slots = tokens - window - features, kv_heads * groups, window + length
