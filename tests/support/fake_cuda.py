@@ -261,6 +261,7 @@ def main() -> None:
     for name, trained, cases in (
         ("default", 4096, {"prefill": 4096, "train": 4096, "step": 300}),
         ("long default", 32768, {"prefill": 8192}),
+        ("divided default", 32768, {"prefill": 32768}),
     ):
         sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 64}
         config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=64, max_position_embeddings=trained)

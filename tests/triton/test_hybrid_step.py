@@ -14,15 +14,16 @@ assert triton_interpreter
 BLOCKS, ROWS, UNUSED = 5, (3, 1), 77
 
 
+# Among them, heads of 64, 80, 96, 128 and 256 columns, alone and in groups.
 CASES = {
-    "default": (EXACT | ROTARY | {"trained_length": 4096}, {}),
+    "default": (EXACT | ROTARY | {"trained_length": 4096}, {"heads": (4, 2), "dim": 64}),
     "beyond the trained length": (EXACT | ROTARY | {"trained_length": 12}, {"is_interleaved": True}),
     "some columns turn": (EXACT | ROTARY | {"trained_length": 12}, {"pairs": 5, "dim": 24}),
-    "without positions": (EXACT | {"trained_length": None}, {"pairs": 0}),
+    "without positions": (EXACT | {"trained_length": None}, {"heads": (3, 1), "dim": 96, "pairs": 0}),
     "without exact keys": ({**EXACT, "num_exact_keys": 0} | ROTARY, {}),
-    "without sinks": (EXACT | ROTARY | {"num_sinks": 0, "trained_length": 12}, {"heads": (2, 2)}),
+    "without sinks": (EXACT | ROTARY | {"num_sinks": 0, "trained_length": 12}, {"heads": (2, 2), "dim": 128}),
     "many splits": ({**EXACT, "window_size": 70, "num_exact_keys": 150} | ROTARY | {"trained_length": 100}, {}),
-    "80 columns": (EXACT | ROTARY, {"dim": 80}),
+    "80 columns": (EXACT | ROTARY, {"heads": (4, 2), "dim": 80}),
     "256 columns": (EXACT | ROTARY | {"trained_length": 12}, {"dim": 256}),
 }
 HALVES = ("beyond the trained length", "many splits")
