@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
     key: Tensor  # [B, Hkv, S, D]
     value: Tensor  # [B, Hkv, S, D]
     attention_mask: Tensor | None = None  # bool [B, S]
-    positions: Tensor | None = None  # int32 [B, S], where the mechanism needs them
+    positions: Tensor | None = None  # integers [B, S], where the mechanism needs them
     gates: Tensor | None = None  # float32 [B, S, C], where the mechanism needs them
     query: Tensor | None = None  # [B, H, S, D], where the state depends on them
 

@@ -243,7 +243,7 @@ class LinearizedAttention:
         """`position_ids`, or where the stock model keeps them from its layers the numbers of the tokens, as it does."""
         if position_ids is None:
             position_ids = (seen + torch.arange(query.shape[2], dtype=torch.long, device=query.device)).unsqueeze(0)
-        return position_ids.to(torch.int32).expand(query.shape[0], -1)
+        return position_ids.expand(query.shape[0], -1)
 
     def _refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse arguments at run time; `refuse_features` has looked for the same features in the stock class."""

@@ -40,6 +40,10 @@ PLACES: dict[int, tuple[int | None, ...]] = {
 }
 
 
+# What kernels on CUDA convert where they read it.
+CONVERTED = {torch.float32: (torch.float16, torch.bfloat16, torch.float64), torch.int32: (torch.int64,)}
+
+
 # Whether `hybrid_step` computes a step for these tensors.
 takes_hybrid_step = functools.partial(takes_step, in_graphs=True)
 
@@ -173,8 +177,11 @@ def _fake_hybrid_step_(*given: Any) -> Tensor:
     return given[STEP_STATE][0].new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
 
 
-def check_hybrid_step(given: StepArguments, rows: Tensor | None) -> None:
+def check_hybrid_step(given: StepArguments, rows: Tensor | None, converts: bool = False) -> None:
     """Check the arguments of the operator `hybrid_step_`.
+
+    Args:
+        converts: whether parameters, scores and positions may have the dtypes of `CONVERTED`, too.
 
     Raises:
         ValueError: for the first invalid argument.
@@ -208,7 +215,8 @@ def check_hybrid_step(given: StepArguments, rows: Tensor | None) -> None:
             continue
         if tensor.shape != shape or tensor.device != device:
             check_shape(name, tensor, shape, like=query)
-        if dtype is not None and tensor.dtype != dtype:
+        also = CONVERTED[dtype] if converts and dtype is not None and name != "state" else ()
+        if dtype is not None and tensor.dtype != dtype and tensor.dtype not in also:
             raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
     has_scores = given.score is not None
     if (given.slope is not None) != has_scores:

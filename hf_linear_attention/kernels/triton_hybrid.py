@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hybrid` on CUDA by Triton kernels: which calls they take, and the operators that run them.
 
-A decoding step is three launches (triton_step.py), and reading many tokens at most ten (triton_prefill.py). Only
-without gradients: training on CUDA, packed sequences and the feature map of Hedgehog stay with torch and fla-core.
-Triton is imported by the first call that it takes.
+A decoding step is three launches (triton_step.py), and reading many tokens at most thirteen (triton_prefill.py); the
+scores of keys are one more (triton_scores.py). Only without gradients: training on CUDA, packed sequences and the
+feature map of Hedgehog stay with torch and fla-core. Triton is imported by the first call that it takes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ import torch
 from torch import Tensor
 
 from ..torch_kernels.blocks import EXP, needs_plain
-from .hybrid_step import PLACES
+from . import fla
+from .checks import check_blocks, check_shape
+from .hybrid import check_hybrid
+from .hybrid_arguments import HybridArguments, StepArguments
+from .hybrid_step import PLACES, check_hybrid_step
 from .operators import Operator, register
 
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Those of the largest blocks that stay in registers.
-MOST_COLUMNS, MOST_WEIGHTS, MOST_GROUPS, MOST_SINKS = 256, 16384, 32, 64
+MOST_COLUMNS, MOST_WEIGHTS, MOST_GROUPS, MOST_SINKS, MOST_SCORES = 256, 16384, 32, 64, 64
 
 STEP = (
     "Tensor query, Tensor key, Tensor value, Tensor? score, Tensor? slope, Tensor? position, "
@@ -31,7 +35,7 @@ STEP = (
     "Tensor log_scale, Tensor norm_weight, Tensor? frequencies, Tensor? rows, int first_turned, bool is_interleaved, "
     "int trained_length, float scaling, float slope_scale, bool is_rate"
 )
-STEP_STATE = 11  # the place of the state among these arguments
+POSITION, STEP_STATE = 5, 11  # places among these arguments
 PREFILL = (
     "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor sink_key, Tensor sink_value, Tensor seen, "
     "Tensor? score, Tensor? position, Tensor? key_position, Tensor key_weight, Tensor? key_bias, Tensor? key_norm, "
@@ -57,6 +61,8 @@ def takes(
     """
     if torch.is_grad_enabled() or needs_plain(query) or not is_installed():
         return False
+    if not query.ndim == key.ndim == value.ndim == sink_key.ndim == 4 or not key.shape[1]:
+        return False  # torch says what is wrong
     features, columns = key_weight.shape[2], max(query.shape[3], value.shape[3])
     return (
         function == EXP
@@ -78,9 +84,11 @@ def step(
 ) -> tuple[Tensor, Sequence[Tensor]]:  # fmt: skip
     """One new real token of `hybrid` in arguments that `takes` takes: the output `[B, 1, H, W]` and the new state.
 
+    ValueError if the shapes, dtypes or devices do not match, or blocks of a state that changes in place are not dense.
+
     Args:
         slope: `[Hkv]`; the score of token n (counted from 1) is `score [B, 1, Hkv]` + n `slope` `slope_scale`.
-        position: int32 `[B, 1]`.
+        position: int32 or int64 `[B, 1]`.
         log_decay: `[Hkv]`, the logarithm of the decay per token, or with `is_rate` the rate of `LearnedDecay`.
         state: the 7, 8, 12 or 14 tensors of the mechanism's state; with `in_place` they become the new state, those of
             sequence b in block `rows[b]`, or b without `rows`.
@@ -107,6 +115,8 @@ def prefill(
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:  # fmt: skip
     """Several tokens of `hybrid` in arguments that `takes` takes, of which the first ones of a row may be padding.
 
+    ValueError if the shapes, dtypes or devices do not match, as in `step`.
+
     Args:
         key, value: `[B, Hkv, L, D or W]` of N tokens, or of the `window` rows before them too.
         visible: bool `[B, L]`, True where there is a key that is no sink. In a row, these are the last ones.
@@ -124,33 +134,49 @@ def prefill(
     )
     places = [None if x is None else x.contiguous() for x in (position, key_position)]
     given: Any = (query, key, value, visible.contiguous(), *sinks, seen.contiguous(), score, *places)
-    given = (
-        *given,
-        key_weight,
-        key_bias,
-        key_norm,
-        query_weight,
-        log_decay,
-        sums,
-        [x.contiguous() for x in kept],
-        log_scale,
-        norm_weight,
-        frequencies,
-    )
+    parameters = [None if x is None else x.contiguous() for x in (key_weight, key_bias, key_norm, query_weight)]
+    given = (*given, *parameters, log_decay, sums, [x.contiguous() for x in kept], log_scale, norm_weight, frequencies)
     how = window, count, first_turned, is_interleaved, trained_length, scaling, is_rate
     output, new_sums, *new = OPERATORS.hybrid_on_cuda(*given, *how)
     return output, new_sums, new
 
 
+def scores(hidden: Tensor, weight: Tensor) -> Tensor | None:
+    """`hidden [B, N, E]` times `weight [Hkv, E]` over sqrt(E), `[B, N, Hkv]` in float32; None where torch computes it.
+
+    ValueError if the shapes or devices do not match.
+    """
+    if torch.is_grad_enabled() or needs_plain(hidden) or not fla.is_on_cuda(hidden) or not is_installed():
+        return None
+    if hidden.dtype not in DTYPES or weight.dtype not in DTYPES or not 0 < weight.shape[0] <= MOST_SCORES:
+        return None
+    return OPERATORS.scores_on_cuda(hidden, weight)
+
+
+def _scores(hidden: Tensor, weight: Tensor) -> Tensor:
+    out = _fake_scores(hidden, weight)
+    if out.numel():
+        from .triton_scores import run
+
+        run(hidden, weight, out)
+    return out
+
+
+def _fake_scores(hidden: Tensor, weight: Tensor) -> Tensor:
+    check_shape("weight", weight, (*weight.shape[:1], *hidden.shape[-1:]), like=hidden)
+    return hidden.new_empty(*hidden.shape[:-1], weight.shape[0], dtype=torch.float32)
+
+
 def _prefill(*given: Any) -> list[Tensor]:
+    output, sums, *kept = found = _fake_prefill(*given)
     from .triton_prefill import run
 
-    output, sums, *kept = found = _fake_prefill(*given)
     cast(Any, run)(*given, out=output, new_sums=sums, new_kept=kept)
     return found
 
 
 def _fake_prefill(*given: Any) -> list[Tensor]:
+    _check_prefill(*given)
     query, key, value, _, _, _, _, _, _, key_position, key_weight, *_ = given
     (batch, heads, length, _), kv_heads, width, count = query.shape, key.shape[1], value.shape[3], given[21]
     sums = query.new_empty(batch, kv_heads, key_weight.shape[2], width + 2, dtype=torch.float32)
@@ -162,6 +188,37 @@ def _fake_prefill(*given: Any) -> list[Tensor]:
         found += [key.new_empty(*rows, 1, dtype=number), key.new_empty(*rows, 1, dtype=place)]
         found += [] if key_position is None else [key.new_empty(*rows, 1, dtype=place)]
     return found
+
+
+def _check_prefill(*given: Any) -> None:
+    """Raise ValueError for the first argument that does not fit, as the operator `hybrid` does."""
+    *tensors, key_weight, key_bias, key_norm, query_weight, log_decay, sums, kept = given[:17]
+    (log_scale, norm_weight, frequencies, window, count, first, is_interleaved, trained_length, scaling, _) = given[17:]
+    *line, score, position, key_position = tensors
+    arguments: Any = (
+        *(*line, log_decay, sums, key_weight, key_bias, key_norm, query_weight, log_scale, norm_weight),
+        *(*kept, *[None] * (5 - len(kept)), score, position, key_position, EXP, window, scaling),
+        *(_frequencies(frequencies, line[0]), first, is_interleaved, trained_length, count),
+    )
+    features, (heads, kv_heads) = check_hybrid(HybridArguments(*arguments)), (line[0].shape[1], line[1].shape[1])
+    shapes = {  # which may be those of one head in torch
+        "key_weight": (key_weight, (kv_heads, line[1].shape[3], features)),
+        "key_bias": (key_bias, (kv_heads, 1, features)),
+        "key_norm": (key_norm, (kv_heads, 1, 1)),
+        "query_weight": (query_weight, (heads, line[1].shape[3], features)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        check_shape(name, tensor, shape, like=line[0])
+
+
+def _frequencies(frequencies: Tensor | None, query: Tensor) -> list[float]:
+    """As many numbers as there are `frequencies`; to read them would wait for the device."""
+    if frequencies is None:
+        return []
+    check_shape("frequencies", frequencies, (frequencies.numel(),), like=query)
+    if frequencies.dtype != torch.float32:
+        raise ValueError(f"`frequencies` is {frequencies.dtype}; it must be torch.float32.")
+    return [0.0] * frequencies.shape[0]
 
 
 def _in_order(state: Sequence[Tensor]) -> list[Tensor | None]:
@@ -180,10 +237,13 @@ def _step(*given: Any) -> list[Tensor]:
 
 
 def _run_step(given: Sequence[Any], state: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
+    *shared, frequencies, rows, first, is_interleaved, trained, scaling, slope_scale, is_rate = given[STEP_STATE + 1 :]
+    turns: Any = _frequencies(frequencies, given[0]), first, is_interleaved, trained
+    check_hybrid_step(StepArguments(*given[: STEP_STATE + 1], *shared, *turns, EXP, scaling), rows, converts=True)
+    check_blocks(*state)
     from .triton_step import run
 
-    tensors = [None if x is None else x.contiguous() for x in given[:STEP_STATE]]
-    *shared, frequencies, rows, first, is_interleaved, trained, scaling, slope_scale, is_rate = given[STEP_STATE + 1 :]
+    tensors = [x if x is None or x is given[POSITION] else x.contiguous() for x in given[:STEP_STATE]]
     out = _fake_step_(*given)
     states = _in_order(state), _in_order(new)
     arguments = (*tensors, *states, *shared, frequencies, first, is_interleaved, trained, scaling)
@@ -203,6 +263,7 @@ def _fake_step(*given: Any) -> list[Tensor]:
 
 OPERATORS = register(
     {
+        "scores_on_cuda": Operator("(Tensor hidden, Tensor weight) -> Tensor", _scores, _fake_scores),
         "hybrid_on_cuda": Operator(f"({PREFILL}) -> Tensor[]", _prefill, _fake_prefill),
         "hybrid_step_on_cuda": Operator(f"({STEP.format('Tensor[]')}) -> Tensor[]", _step, _fake_step),
         "hybrid_step_on_cuda_": Operator(f"({STEP.format('Tensor(a!)[]')}) -> Tensor", _step_, _fake_step_),

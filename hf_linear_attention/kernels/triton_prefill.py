@@ -3,10 +3,16 @@
 
 Keys of the line leave the window one by one, key M + t of this numbering before query t; the first M are those that
 were kept before. A key is displaced when the M-th key that is better than it (of a larger score, or an equal and older
-one) has come, and so each key's time follows from the scores alone, without an order in which keys are visited:
+one) has come. In the order of all scores, the worst key that is kept only moves towards better ones, so it is found
+once for each group of chunks and followed from there. All of this is linear in N but the sort, of which torch makes
+several launches.
 
-    _choose      for every key when it is displaced, by counting, and for every query which key is
-    _list        for each chunk of `CHUNK` queries the keys that some of them sees, and those that are kept at the end
+    _line_up     the scores in a row, to be sorted by torch
+    _bounds      which key is the worst one that is kept at the start of each chunk of `CHUNK` queries
+    _choose      for every key when it is displaced, and for every query which key is; a program per chunk
+    _list        for each chunk the keys that some of its queries see, and those that are kept at the end; of many
+                 chunks, first for each group
+    _turn        every key as if it stood at position 0, if some query may be beyond the trained length
     _exponents   those of the displaced keys
     _states      if there are several groups of chunks, the far sums of each alone; then, a program per group, those
                  before each chunk, and those after the last token
@@ -36,7 +42,7 @@ from .triton_step import TYPES, _frequency, _log_decay, _pair, _softmax, _turned
 EMPTY = tl.constexpr(-1e30)  # EMPTY_MAXIMUM
 CHUNK = 64
 GROUP = 16  # chunks of a group
-COMPARED = 64  # keys that are compared with as many at once
+MOST_GROUPS = 64
 LISTED = 1024
 
 
@@ -60,54 +66,133 @@ def _head_of(bh, batch, head, HKV: tl.constexpr):
 
 
 @triton.jit
-def _choose(
-    score, visible, kept_score, kept_age, leave, gone, score_batch, score_head, score_row, before, L, N,
+def _line_up(
+    score, visible, kept_score, kept_age, scores, leave, gone, score_batch, score_head, score_row, before, L, N,
     HKV: tl.constexpr, W: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    bh = tl.program_id(0).to(tl.int64)
-    i, step = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK)
+    bh, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     score += _head_of(bh, score_batch, score_head, HKV)
     visible += (bh // HKV).to(tl.int64) * L
     if kept_score is not None:
         kept_score += bh * M
         kept_age += bh * M
     own = _score_of(i, score, score_row, visible, kept_score, kept_age, before, N, W, M)
-    count = tl.zeros([BLOCK], tl.int32)
-    before_last, last = count, count - 1  # what precedes the block in which the M-th better key is, and its start
-    for start in range(0, M + N, BLOCK):
-        j = start + step
-        others = _score_of(j, score, score_row, visible, kept_score, kept_age, before, N, W, M)
-        better = (others[None, :] > own[:, None]) | ((others[None, :] == own[:, None]) & (j[None, :] < i[:, None]))
-        new = count + tl.sum(better.to(tl.int32), 1)
-        crosses = (count < M) & (new >= M)
-        before_last, last = tl.where(crosses, count, before_last), tl.where(crosses, start, last)
-        count = new
-    j = last[:, None] + step[None, :]
-    others = _score_of(tl.maximum(j, 0), score, score_row, visible, kept_score, kept_age, before, N, W, M)
-    better = (others > own[:, None]) | ((others == own[:, None]) & (j < i[:, None]))
-    earlier = (before_last[:, None] + tl.cumsum(better.to(tl.int32), 1) < M).to(tl.int32)
-    at = tl.maximum(last + tl.sum(earlier, 1), i) - M
-    is_there = own > float("-inf")
-    at = tl.where(is_there, tl.where(last >= 0, at, N + 1), tl.maximum(i - M, 0))
+    own = tl.where(own == 0, 0.0, own)  # 0 and -0 are equal, and a sort may tell them apart
+    tl.store(scores + bh * (M + N) + i, own, mask=i < M + N)
+    at = tl.where(own > float("-inf"), N + 1, tl.maximum(i - M, 0))
     tl.store(leave + bh * (M + N) + i, at, mask=i < M + N)
-    tl.store(gone + bh * N + at, i, mask=is_there & (at < N) & (i < M + N))
+    tl.store(gone + bh * N + i, tl.full([BLOCK], -1, tl.int32), mask=i < N)
 
 
 @triton.jit
-def _list(leave, listed, counts, N, K, ROOM: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+def _bounds(
+    scores, by_score, place, bounds, N, K,
+    M: tl.constexpr, C: tl.constexpr, IN_GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    bh, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * IN_GROUP
+    scores += bh * (M + N)
+    by_score += bh * (M + N)
+    place += bh * (M + N)
+    bounds += bh * (K + 1)
+    step, j = tl.arange(0, BLOCK), tl.arange(0, C)
+    # The M-th best of the keys before the first chunk of this program ..
+    stop, count, start, bound = M + first * C, 0, 0, 0
+    while (count < M) & (start < M + N):
+        rank = start + step
+        here = (tl.load(place + rank, mask=rank < M + N, other=M + N) < stop).to(tl.int32)
+        is_last = (here > 0) & (count + tl.cumsum(here, 0) == M)
+        bound = tl.maximum(bound, tl.max(tl.where(is_last, rank, 0), 0))
+        count += tl.sum(here, 0)
+        start += BLOCK
+    tl.store(bounds + first, bound)
+    # .. and from chunk to chunk as many further as there are new keys that are better.
+    for k in range(first + 1, tl.minimum(first + IN_GROUP, K) + 1):
+        i = M + (k - 1) * C + j
+        own = tl.load(scores + i, mask=i < M + N, other=float("-inf"))
+        missing = tl.sum((own > tl.load(by_score + bound)).to(tl.int32), 0) + 1
+        stop, start = M + k * C, bound
+        while (missing > 0) & (start >= 0):
+            rank = start - step
+            here = (tl.load(place + rank, mask=rank >= 0, other=M + N) < stop).to(tl.int32)
+            is_last = (here > 0) & (tl.cumsum(here, 0) == missing)
+            bound = tl.where(tl.max(is_last.to(tl.int32), 0) > 0, tl.max(tl.where(is_last, rank, 0), 0), bound)
+            missing -= tl.sum(here, 0)
+            start -= BLOCK
+        if (k < first + IN_GROUP) | (k == K):
+            tl.store(bounds + k, bound)
+
+
+@triton.jit
+def _choose(scores, by_score, place, bounds, leave, gone, N, K, M: tl.constexpr, C: tl.constexpr):
     bh, k = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    scores += bh * (M + N)
+    by_score += bh * (M + N)
+    place += bh * (M + N)
     leave += bh * (M + N)
-    listed += (bh * (K + 1) + k) * ROOM
+    gone += bh * N
+    step = tl.arange(0, C)
+    first = M + k * C
+    i = first + step
+    own = tl.load(scores + i, mask=i < M + N, other=float("-inf"))
+    start, stop = tl.load(bounds + bh * (K + 1) + k), tl.load(bounds + bh * (K + 1) + k + 1)
+    last, last_place = tl.load(by_score + stop), tl.load(place + stop)
+    # Old keys, from the worst one on: the n-th is displaced by the n-th new one that is better than it.
+    count, worse = 0, tl.zeros([C], tl.int32)
+    while start > stop:
+        rank = start - step
+        old = tl.load(place + rank, mask=rank > stop, other=M + N).to(tl.int32)
+        here = (old < first).to(tl.int32)
+        if tl.max(here, 0) > 0:
+            score = tl.load(by_score + rank, mask=rank > stop, other=0.0)
+            number = count + tl.cumsum(here, 0)
+            better = tl.cumsum((own[:, None] > score[None, :]).to(tl.int32), 0)
+            at = tl.sum((better < number[None, :]).to(tl.int32), 0)
+            is_key = (here > 0) & (score > float("-inf")) & (k * C + at < N)
+            tl.store(leave + old, k * C + at, mask=is_key)
+            tl.store(gone + k * C + at, old, mask=is_key)
+            worse += tl.sum(((score[None, :] < own[:, None]) & (here > 0)[None, :]).to(tl.int32), 1)
+            count += tl.sum(here, 0)
+        start -= C
+    # A new key is displaced, or never kept, when as many better ones have come as there were old ones to displace.
+    goes = (own > float("-inf")) & ((own < last) | ((own == last) & (i > last_place)))
+    is_better = (own[:, None] > own[None, :]) | ((own[:, None] == own[None, :]) & (step[:, None] < step[None, :]))
+    at = tl.sum((tl.cumsum(is_better.to(tl.int32), 0) < worse[None, :]).to(tl.int32), 0)
+    at = k * C + tl.maximum(at, step)
+    goes = goes & (at < N)
+    tl.store(leave + i, at, mask=goes)
+    tl.store(gone + at, i, mask=goes)
+
+
+@triton.jit
+def _list(
+    leave, given, given_counts, listed, counts, N, K, EVERY, KG,
+    ROOM: tl.constexpr, M: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    bh, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * EVERY
+    leave += bh * (M + N)
+    listed += (bh * (tl.num_programs(1)) + tl.program_id(1)) * ROOM
     first = tl.minimum(k * C, N)
     end = tl.minimum(first + C, N)
-    count = 0
-    for start in range(0, M + end, BLOCK):
+    count, begin = 0, 0
+    if given is not None:  # those that the first chunk of the group sees, and then those that came after it
+        group = k // GROUP
+        given += (bh * KG + group) * ROOM
+        begin = M + tl.minimum(group * GROUP * C + C, N)
+        some = tl.load(given_counts + bh * KG + group)
+        for start in range(0, some, BLOCK):
+            n = start + tl.arange(0, BLOCK)
+            g = tl.load(given + n, mask=n < some, other=0)
+            at = tl.load(leave + g, mask=n < some, other=0)
+            is_seen = ((n < some) & (at > first) & (at > g - M)).to(tl.int32)
+            tl.store(listed + count + tl.cumsum(is_seen, 0) - 1, g, mask=is_seen > 0)
+            count += tl.sum(is_seen, 0)
+    for start in range(begin, M + end, BLOCK):
         g = start + tl.arange(0, BLOCK)
         at = tl.load(leave + g, mask=g < M + end, other=0)
         is_seen = ((at > first) & (at > g - M)).to(tl.int32)
         tl.store(listed + count + tl.cumsum(is_seen, 0) - 1, g, mask=is_seen > 0)
         count += tl.sum(is_seen, 0)
-    tl.store(counts + bh * (K + 1) + k, count)
+    tl.store(counts + bh * tl.num_programs(1) + tl.program_id(1), count)
 
 
 @triton.jit
@@ -148,6 +233,29 @@ def _numbers(g, there, line, row, kept, before, W: tl.constexpr, M: tl.constexpr
     if kept is not None:
         found = tl.where(g < M, tl.load(kept + g, mask=there & (g < M), other=0), found)
     return found
+
+
+@triton.jit
+def _turn(
+    key, key_position, frequencies, kept_key, kept_position, turned, key_batch, key_head, key_row, before, L, N,
+    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    bh, g, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C), tl.arange(0, DP)
+    key += _head_of(bh, key_batch, key_head, HKV)
+    there = (g < M + N) & (g >= M + W - before)
+    if kept_key is not None:
+        kept_key += bh * M * D
+        kept_position += bh * M
+        there = g < M + N
+    other, number, sign = _pair(c, PAIRS, INTERLEAVED)
+    x = _rows(g, there, c, c < D, key, key_row, kept_key, before, D, W, M)
+    x_other = _rows(g, there, other, c < D, key, key_row, kept_key, before, D, W, M).to(tl.float32)
+    place = _numbers(g, there, key_position + (bh // HKV) * L, 1, kept_position, before, W, M)
+    angle = -place.to(tl.float32)[:, None] * _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
+    at = (bh * (M + N) + g)[:, None] * D + c[None, :]
+    x = _turned(x.to(tl.float32), x_other, sign[None, :], angle)
+    tl.store(turned + at, x.to(turned.dtype.element_ty), mask=(g < M + N)[:, None] & (c < D)[None, :])
 
 
 @triton.jit
@@ -290,7 +398,7 @@ def _states(
 @triton.jit
 def _outputs(
     query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,
-    query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position,
+    query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position, turned,
     leave, listed, counts, gone, exponents, states, out, query_batch, query_head, query_row, key_batch, key_head,
     key_row, value_batch, value_head, value_row,
     sink_key_batch, sink_key_head, sink_key_row, sink_value_batch, sink_value_head, sink_value_row,
@@ -368,6 +476,7 @@ def _outputs(
                 moved = _turned(q.to(tl.float32), far_other, sign[None, :], far_angle).to(q.dtype)
             if kept_position is not None:
                 kept_position += bh * M
+            turned += bh * (M + N) * D
         leave += bh * (M + N)
         listed += (bh * (K + 1) + k) * ROOM
         count = tl.load(counts + bh * (K + 1) + k)
@@ -381,12 +490,13 @@ def _outputs(
             logits = tl.dot(q.to(T), tl.trans(keys.to(T)), input_precision="ieee")
             if CLAMPS:
                 if furthest >= trained:
-                    turn = _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
                     place = _numbers(g, there, key_position + b * L, 1, kept_position, before, W, M)
-                    keys_other = _rows(g, there, other, c < D, key, key_row, kept_key, before, D, W, M).to(tl.float32)
-                    back = -place.to(tl.float32)[:, None] * turn
-                    turned = _turned(keys.to(tl.float32), keys_other, sign[None, :], back).to(keys.dtype)
-                    distant = tl.dot(moved.to(T), tl.trans(turned.to(T)), input_precision="ieee")
+                    keys = tl.load(
+                        turned + g.to(tl.int64)[:, None] * D + c[None, :],
+                        mask=there[:, None] & (c < D)[None, :],
+                        other=0.0,
+                    )
+                    distant = tl.dot(moved.to(T), tl.trans(keys.to(T)), input_precision="ieee")
                     logits = tl.where(p[:, None] - place[None, :] >= trained, distant, logits)
             total, top, output = _softmax(total, top, output, scaling * logits, sees, values, T)
     # The exponents of the queries, which the far keys have in common.
@@ -486,6 +596,51 @@ def _keep(
         )
 
 
+def choose(
+    score: Tensor, visible: Tensor, kept_score: Tensor | None, kept_age: Tensor | None, strides: Sequence[int], *,
+    before: int, length: int, window: int, count: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """When each key is displaced, and which keys that are.
+
+    Args:
+        score: `[B, Hkv, L, 1]`, with these `strides` of sequences, heads and rows.
+        visible: bool `[B, L]`, of which `before` rows come before the N = `length` queries.
+        kept_score, kept_age: `[B, Hkv, M, 1]` of the M = `count` exact keys from before, or None.
+
+    Returns:
+        Each int32: `[B Hkv, M + N]`, the query from which on a key is displaced, N + 1 for none; `[B Hkv, N]`, the key
+        that is displaced before each query, -1 for none; `[B Hkv, K + 1, M + C]`, the keys that each chunk sees and
+        those that are kept after the last; `[B Hkv, K + 1]`, how many of them.
+    """
+    (batch, kv_heads, slots, _), chunks = score.shape, -(-length // CHUNK)
+    rows, total, shared = batch * kv_heads, count + length, {"M": count, "C": CHUNK}
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(rows, *shape, dtype=dtype, device=score.device)
+
+    scores, leave, gone, bounds = new(total, dtype=torch.float32), new(total), new(length), new(chunks + 1)
+    _line_up[(rows, -(-total // LISTED))](
+        score, visible, kept_score, kept_age, scores, leave, gone, *strides, before, slots, length,
+        HKV=kv_heads, W=window, M=count, BLOCK=LISTED, num_warps=8,
+    )  # fmt: skip
+    sorted_scores = scores.sort(dim=1, descending=True, stable=True)
+    of_group = max(GROUP, -(-chunks // MOST_GROUPS))
+    groups = -(-chunks // of_group)
+    given = scores, *sorted_scores, bounds
+    _bounds[(rows, groups)](*given, length, chunks, IN_GROUP=of_group, BLOCK=LISTED, num_warps=8, **shared)
+    _choose[(rows, chunks)](*given, leave, gone, length, chunks, **shared)
+    room = count + CHUNK
+    how: dict[str, Any] = {"ROOM": room, "GROUP": of_group, "BLOCK": LISTED, "num_warps": 8, **shared}
+    of_groups: list[Tensor | None] = [None, None]
+    groups = chunks // of_group + 1
+    if groups > 1:
+        of_groups = [new(groups, room), new(groups)]
+        _list[(rows, groups)](leave, None, None, *of_groups, length, chunks, of_group, groups, **how)
+    listed, counts = new(chunks + 1, room), new(chunks + 1)
+    _list[(rows, chunks + 1)](leave, *of_groups, listed, counts, length, chunks, 1, groups, **how)
+    return leave, gone, listed, counts
+
+
 def run(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sink_key: Tensor, sink_value: Tensor, seen: Tensor,
     score: Tensor | None, position: Tensor | None, key_position: Tensor | None, key_weight: Tensor,
@@ -518,17 +673,9 @@ def run(
     shared: dict[str, Any] = {"HKV": kv_heads, "W": window, "M": count}
     turns: dict[str, Any] = {"PAIRS": pairs, "INTERLEAVED": is_interleaved, "FIRST": first_turned}
     leave = listed = counts = gone = None
-    room = count + CHUNK
     if count:
-        leave, gone = new(rows, count + length, dtype=torch.int32), order.new_full((rows, length), -1)
-        listed = new(rows, chunks + 1, room, dtype=torch.int32)
-        counts = new(rows, chunks + 1, dtype=torch.int32)
-        _choose[(rows, -(-(count + length) // COMPARED))](
-            score, visible, kept_score, kept_age, leave, gone, *strides[3], *where.values(), BLOCK=COMPARED, **shared
-        )
-        _list[(rows, chunks + 1)](
-            leave, listed, counts, length, chunks, ROOM=room, M=count, C=CHUNK, BLOCK=LISTED, num_warps=8
-        )
+        given = score, visible, kept_score, kept_age, strides[3]
+        leave, gone, listed, counts = choose(*given, before=before, length=length, window=window, count=count)
     exact = query.dtype if query.dtype == key.dtype == value.dtype else torch.float32
     # Exponents need all digits, which products of three halves have, too; those of float32 are exact.
     precision = "ieee" if exact == torch.float32 else "tf32x3"
@@ -562,17 +709,24 @@ def run(
         group_sums = new(rows, groups, features, width + 2)
         _states[(rows, groups - 1, parts)](*given, None, group_sums, None, None, *strides_of_line, **shared, **sizes)
     _states[(rows, groups, parts)](*given, sums, group_sums, states, new_sums, *strides_of_line, **shared, **sizes)
+    clamps, turned = bool(pairs and trained_length and position is not None), None
+    if clamps and count:
+        turned = new(rows, count + length, dim, dtype=key.dtype)
+        _turn[(rows, -(-(count + length) // CHUNK))](
+            key, key_position, frequencies, kept_key, kept_position, turned, *strides[1], *where.values(),
+            D=dim, DP=columns, C=CHUNK, PAIRS=pairs, INTERLEAVED=is_interleaved, num_warps=8, **shared,
+        )  # fmt: skip
     is_large = columns * key.element_size() > 256
     _outputs[(chunks, batch * heads)](
         query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,
-        query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position,
+        query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position, turned,
         leave, listed, counts, unused, exponents, states, out, *strides[0], *strides[1], *strides[2], *strides[4],
         *strides[5], *where.values(),
         chunks, scaling, scaling**0.5,
         trained_length,
         G=heads // kv_heads, D=dim, DP=columns, V=width, VP=value_columns, F=features, FP=wide(features), S=sinks,
-        SP=wide(sinks), ROOM=room, C=CHUNK, BLOCK=32 if is_large else 64, IS_RATE=is_rate,
-        CLAMPS=bool(pairs and trained_length and position is not None), T=TYPES[exact], PRECISION=precision,
+        SP=wide(sinks), ROOM=count + CHUNK, C=CHUNK, BLOCK=32 if is_large else 64, IS_RATE=is_rate,
+        CLAMPS=clamps, T=TYPES[exact], PRECISION=precision,
         num_warps=8,
         num_stages=2,
         **shared, **turns,
@@ -581,5 +735,5 @@ def run(
         _keep[(rows, -(-count // 64))](
             key, value, score, order, key_position, listed, counts, *old, *made, *strides[1], *strides[2], *strides[3],
             *where.values(), chunks,
-            D=dim, DP=columns, V=width, VP=value_columns, ROOM=room, BLOCK=64, **shared,
+            D=dim, DP=columns, V=width, VP=value_columns, ROOM=count + CHUNK, BLOCK=64, **shared,
         )  # fmt: skip

@@ -96,7 +96,7 @@ def _begin(
     sums_block, window_key_block, window_value_block, kind_block, sink_key_block, sink_value_block, seen_block,
     window_position_block, window_score_block, kept_key_block, kept_value_block, kept_score_block, kept_age_block,
     kept_position_block,
-    root, slope_scale,
+    position_stride, root, slope_scale,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr,
     F: tl.constexpr, FP: tl.constexpr, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, M: tl.constexpr,
     SPLIT: tl.constexpr, NW: tl.constexpr, NE: tl.constexpr, NEP: tl.constexpr, GP: tl.constexpr,
@@ -178,7 +178,7 @@ def _begin(
         if FIRST < PAIRS:
             x_other = tl.load(query + (b * HKV * G + head) * D + other, mask=here, other=0.0).to(tl.float32)
             turn = _frequency(frequencies, c, FIRST, PAIRS, INTERLEAVED)
-            x = _turned(x, x_other, sign, -tl.load(position + b).to(tl.float32) * turn)
+            x = _turned(x, x_other, sign, -tl.load(position + b * position_stride).to(tl.int32).to(tl.float32) * turn)
         own = tl.load(query_weight + head * D * F + at, mask=inside, other=0.0).to(tl.float32)
         u = tl.sum((root * x)[:, None] * own, 0)
         features = tl.where((rows_of_g == g)[:, None], u[None, :], features)
@@ -292,7 +292,7 @@ def _attend(
     edge_key, edge_value, edge_score, edge_number, choice, near, near_size,
     window_key_block, window_value_block, kind_block, sink_key_block, sink_value_block, seen_block,
     window_score_block, kept_key_block, kept_value_block, kept_score_block, kept_age_block, kept_position_block,
-    scaling, trained,
+    position_stride, scaling, trained,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK: tl.constexpr, NW: tl.constexpr, NE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -317,7 +317,7 @@ def _attend(
                 js = tl.arange(0, SP)
                 moved = q
                 if CLAMPS:
-                    p = tl.load(position + b)
+                    p = tl.load(position + b * position_stride).to(tl.int32)
                     angle = (tl.minimum(p, trained - 1) - p).to(tl.float32) * _frequency(
                         frequencies, c, 0, PAIRS, INTERLEAVED
                     )
@@ -376,7 +376,7 @@ def _attend(
             new_kept_age += r * kept_age_block + h * M
             moved, p = q, 0
             if CLAMPS:
-                p = tl.load(position + b)
+                p = tl.load(position + b * position_stride).to(tl.int32)
                 turn = _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)
                 q_other = tl.load(query + heads[:, None] * D + other[None, :], mask=here, other=0.0).to(tl.float32)
                 angle = (trained - 1 - p).to(tl.float32) * turn
@@ -439,7 +439,8 @@ def _attend(
 @triton.jit
 def _finish(
     query, position, rows, kind, seen, window_position, new_kind, new_seen, new_window_position,
-    log_scale, norm_weight, near, near_size, far, far_size, out, kind_block, seen_block, window_position_block, scaling,
+    log_scale, norm_weight, near, near_size, far, far_size, out, kind_block, seen_block, window_position_block,
+    position_stride, scaling,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, W: tl.constexpr,
     WP: tl.constexpr, S: tl.constexpr, NE: tl.constexpr, NEP: tl.constexpr,
 ):  # fmt: skip
@@ -467,7 +468,7 @@ def _finish(
         kinds = tl.where(j == W - 1, tl.where(count <= S, SINK, ORDINARY), kinds)
         if window_position is not None:
             places = tl.load(window_position + r * window_position_block + j + 1, mask=j < W - 1, other=0)
-            places = tl.where(j == W - 1, tl.load(position + b), places)
+            places = tl.where(j == W - 1, tl.load(position + b * position_stride).to(tl.int32), places)
         tl.debug_barrier()  # all of it has been read
         tl.store(new_kind + r * kind_block + j, kinds.to(tl.int8), mask=j < W)
         tl.store(new_seen + r * seen_block, count)
@@ -497,7 +498,8 @@ def run(
 
     The states have 14 tensors, None where there is none, in the order of `hybrid_step.PLACES`; both may be the same.
     See `StepArguments` for the others, of which `frequencies` is on the device here, `slope_scale` multiplies `slope`,
-    and with `is_rate` the decay is -softplus(`log_decay`). Parameters have any dtype.
+    and with `is_rate` the decay is -softplus(`log_decay`). Parameters have any dtype, and only `position [B, 1]` may
+    have other strides than dense ones.
     """
     (batch, heads, _, dim), kv_heads, width = query.shape, key.shape[1], value.shape[3]
     sums, window_key, window_value, kind, sink_key, sink_value, seen, window_position, window_score, *kept = old
@@ -523,6 +525,7 @@ def run(
     near = torch.empty(batch * heads, edges, width, dtype=number, device=device)
     near_size = torch.empty(batch * heads, edges, 2, dtype=number, device=device)
     blocks = [0 if x is None else x.stride(0) for x in old]
+    position_stride = 0 if position is None else position.stride(0)
     how: dict[str, Any] = {"PAIRS": pairs, "INTERLEAVED": is_interleaved}
     common = {"D": dim, "DP": columns, "V": width, "VP": value_columns, "W": window, "S": sinks, "NE": edges}
     of_heads = {"HKV": kv_heads, "G": heads // kv_heads, "GP": wide(heads // kv_heads)}
@@ -533,7 +536,7 @@ def run(
         key_weight, key_bias, key_norm, query_weight, log_decay, rows,
         *old, new_sums, new_sink_key, new_sink_value,
         edge_key, edge_value, edge_score, edge_number, choice, far, far_size, *blocks,
-        scaling**0.5, slope_scale,
+        position_stride, scaling**0.5, slope_scale,
         F=features, FP=wide(features), VB=min(value_columns, 64), NEP=rounded, FIRST=first_turned, IS_RATE=is_rate,
         IN_PLACE=new_sums is sums, num_warps=8, **common, **of_heads, **places, **how,
     )  # fmt: skip
@@ -544,13 +547,14 @@ def run(
         new_window_key, new_window_value, new_window_score, *new_kept, new_sink_key, new_sink_value,
         edge_key, edge_value, edge_score, edge_number, choice, near, near_size,
         *blocks[1:7], *blocks[8:],
-        scaling, trained_length,
+        position_stride, scaling, trained_length,
         BLOCK=block, CLAMPS=bool(pairs and trained_length and position is not None), IN_PLACE=new_sums is sums,
         T=TYPES[exact], num_warps=4 if block == 32 else 8, **common, **of_heads, **places, **how,
     )  # fmt: skip
     _finish[(batch, heads)](
         query, position, rows, kind, seen, window_position, new_kind, new_seen, new_window_position,
-        log_scale, norm_weight, near, near_size, far, far_size, out, blocks[3], blocks[6], blocks[7], scaling,
+        log_scale, norm_weight, near, near_size, far, far_size, out, blocks[3], blocks[6], blocks[7],
+        position_stride, scaling,
         H=heads, WP=triton.next_power_of_2(window), NEP=rounded, num_warps=4,
         **{name: common[name] for name in ("D", "DP", "V", "VP", "W", "S", "NE")},
     )  # fmt: skip

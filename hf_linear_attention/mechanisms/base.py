@@ -71,7 +71,7 @@ class MechanismInputs(NamedTuple):
     attention_mask: Tensor | None
     scaling: float  # the factor of the layer's q·k
     is_causal: bool  # whether a query sees only its own and earlier keys
-    positions: Tensor | None = None  # int32 [B, N], if the mechanism `needs_positions`
+    positions: Tensor | None = None  # integers [B, N], if the mechanism `needs_positions`
     gates: Tensor | None = None  # float32 [B, S, C], if it `needs_gates`
     in_place: bool = False  # whether `forward` may write the state after one more token over the old one
     rows: Tensor | None = None  # int64 [B]: the blocks of the state of a step, see `step_in_rows`

@@ -103,8 +103,11 @@ class HybridAttention(HybridOptions, WindowAttention):
 
     def gates(self, hidden_states: Tensor) -> Tensor:
         """The scores `[B, N, Hkv]` of the keys, without what their positions add."""
+        weight = cast(Tensor, self.score_projection)
+        if (found := implemented("scores_on_cuda", hidden_states, weight)) is not None:
+            return found
         hidden = scaled(hidden_states)
-        return F.linear(hidden, with_dtype(cast(Tensor, self.score_projection), hidden.dtype))
+        return F.linear(hidden, with_dtype(weight, hidden.dtype))
 
     def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
         """Window, sinks and far keys; see `AttentionMechanism.forward` and `gates`.
@@ -144,7 +147,9 @@ class HybridAttention(HybridOptions, WindowAttention):
 
     def _step_arguments(self, inputs: MechanismInputs, old: WindowState) -> tuple[Any, ...]:
         """The `StepArguments` of the kernels."""
-        gates, positions, kernel_map = inputs.gates, inputs.positions, self.feature_map.unscaled_map()
+        gates, positions, kernel_map = inputs.gates, None, self.feature_map.unscaled_map()
+        if self.turns[0] and inputs.positions is not None:
+            positions = with_dtype(inputs.positions, torch.int32)
         # Under autocast, rotary positions make queries and keys float32, whereas values remain bfloat16.
         key, value = with_dtype(inputs.key, old.key.dtype), with_dtype(inputs.value, old.value.dtype)
         scores: Any = (None, None)
@@ -152,7 +157,7 @@ class HybridAttention(HybridOptions, WindowAttention):
             scores = with_dtype(gates, torch.float32), with_dtype(self.score_slope, torch.float32) / SLOPE_TOKENS
         turns, log_decay = self.turns, None if self.decay is None else self.decay()
         given: Any = (
-            *(inputs.query, key, value, *scores, positions if turns[0] else None),
+            *(inputs.query, key, value, *scores, positions),
             *(*kernel_map.key, kernel_map.query.weight, log_decay, list(old.stored), *self.mix.kernel_parameters()),
             *(*turns, kernel_map.function, inputs.scaling),
         )
@@ -194,7 +199,7 @@ class HybridAttention(HybridOptions, WindowAttention):
         output = self.mix(tuple(parts[:2]), [tuple(parts[2:])], norm).view(batch, 1, heads, width)
         position = None
         if old.position is not None:
-            position = torch.cat((old.position[:, 1:], cast(Tensor, positions)), dim=1)
+            position = torch.cat((old.position[:, 1:], with_dtype(cast(Tensor, positions), torch.int32)), dim=1)
         new = old._replace(sums=sums, key=windows[0], value=windows[1], num_seen=old.num_seen + 1, position=position)
         return with_dtype(output, query.dtype), new.stored
 

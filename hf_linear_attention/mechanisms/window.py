@@ -287,6 +287,8 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         numbers, length, w = inputs.attention_mask if inputs.is_packed else None, inputs.key.shape[2], self.window_size
         if old is not None:
             inputs = inputs._replace(key=inputs.key.to(old.key.dtype), value=inputs.value.to(old.value.dtype))
+        if inputs.positions is not None:
+            inputs = inputs._replace(positions=with_dtype(inputs.positions, torch.int32))
         line, last, sinks, seen, position, num_seen = self._slots(inputs, old)
         sums: Any = None if old is None else old.sums
         found = self._at_once(inputs, line, sinks, seen, sums) if numbers is None else None

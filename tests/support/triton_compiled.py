@@ -120,6 +120,17 @@ def plain_step(*case: Any) -> dict:
     return step(*case, is_plain=True)
 
 
+def scores(dtype: torch.dtype, dim: int, groups: int, tokens: int, features: int) -> dict:
+    """What the kernel of the scores needs."""
+    from hf_linear_attention.kernels import triton_scores
+
+    found: dict = {}
+    triton_scores._scores = Compiled(triton_scores._scores, found)
+    hidden, weight = (torch.empty(n, 8 * groups * dim, dtype=dtype, device="meta") for n in (tokens, 8))
+    triton_scores.run(hidden, weight, torch.empty(tokens, 8, device="meta"))
+    return found
+
+
 def prompt(*case: Any) -> dict:
     """The same of a prompt before which there is nothing, of few tokens."""
     return prefill(*case, is_first=True)
@@ -143,7 +154,7 @@ def prefill(
     from hf_linear_attention.kernels import triton_prefill
 
     found: dict = {}
-    for name in ("_choose", "_list", "_exponents", "_states", "_outputs", "_keep"):
+    for name in ("_line_up", "_bounds", "_choose", "_list", "_turn", "_exponents", "_states", "_outputs", "_keep"):
         setattr(triton_prefill, name, Compiled(getattr(triton_prefill, name), found))
     batch, kv_heads, window, sinks, length = 1, 8, tokens // 4, 4, 16 * tokens
     kept, heads, slots = tokens - window - features, kv_heads * groups, window + length

@@ -11,22 +11,23 @@ from hf_linear_attention.kernels import triton_prefill
 
 
 assert triton_interpreter
+# Among them, heads of 64, 80, 96, 128 and 256 columns, alone and in groups.
 CASES = {
-    "default": (EXACT | ROTARY | {"trained_length": 4096}, {}, (150,)),
+    "default": (EXACT | ROTARY | {"trained_length": 4096}, {"heads": (4, 2), "dim": 64}, (140,)),
     "beyond the trained length": (EXACT | ROTARY | {"trained_length": 30}, {"is_interleaved": True}, (90,)),
     "after others": (EXACT | ROTARY | {"trained_length": 30}, {"heads": (3, 1)}, (4, 11, 80)),
     "some columns turn": (EXACT | ROTARY | {"trained_length": 12}, {"pairs": 5, "dim": 24}, (70,)),
-    "without positions": (EXACT | {"trained_length": None}, {"pairs": 0}, (70, 75)),
+    "without positions": (EXACT | {"trained_length": None}, {"heads": (3, 1), "dim": 96, "pairs": 0}, (70, 75)),
     "without exact keys": ({**EXACT, "num_exact_keys": 0} | ROTARY, {}, (70, 140)),
-    "without sinks": (EXACT | ROTARY | {"num_sinks": 0, "trained_length": 12}, {"heads": (2, 2)}, (70,)),
+    "without sinks": (EXACT | ROTARY | {"num_sinks": 0, "trained_length": 12}, {"heads": (2, 2), "dim": 96}, (70,)),
     "many keys": (
         {**EXACT, "window_size": 70, "num_exact_keys": 90} | ROTARY | {"trained_length": 100},
         {},
-        (200, 230),
+        (170, 200),
     ),
-    "80 columns": (EXACT | ROTARY, {"dim": 80}, (70,)),
+    "80 columns": (EXACT | ROTARY, {"heads": (4, 2), "dim": 80}, (70,)),
     "256 columns": (EXACT | ROTARY | {"trained_length": 12}, {"dim": 256}, (70,)),
-    "groups": (EXACT | ROTARY | {"trained_length": 4096}, {}, (330,)),
+    "groups of chunks": (EXACT | ROTARY | {"trained_length": 4096}, {"dim": 128}, (270,)),
 }
 PADDED = ("after others", "many keys")
 RUNS = [
@@ -44,6 +45,60 @@ def assert_same_state(actual, expected):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
         else:
             torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def chosen(scores, count: int, length: int) -> tuple[list[int], list[int]]:
+    """When each of the keys of a head is displaced, and which key is before each query; one key after the other."""
+    leave, gone = [length + 1] * len(scores), [-1] * length
+    kept = list(range(count))
+    for t in range(length):
+        kept.append(count + t)
+        worst = min(kept, key=lambda i: (scores[i], -i))
+        kept.remove(worst)
+        if scores[worst] > float("-inf"):
+            leave[worst], gone[t] = t, worst
+    return leave, gone
+
+
+# How scores come: far from the order of the keys and with ties, in it, against it, all equal, and so that at once a key
+# is displaced that is much worse than the next one.
+ORDERS = {
+    "random": lambda n: torch.randint(0, n // 3, (n,)).float(),
+    "rising": lambda n: torch.arange(n).float(),
+    "falling": lambda n: -torch.arange(n).float(),
+    "equal": lambda n: torch.tensor([0.0, -0.0]).repeat(n)[:n],
+    "in steps": lambda n: torch.cat((torch.full((n // 2,), -5.0), torch.rand(n - n // 2))),
+    "late": lambda n: torch.cat((torch.tensor([-9.0]), 10.0 + torch.rand(40), torch.rand(n)))[:n],
+}
+
+
+@pytest.mark.parametrize(("count", "before"), [(3, 0), (41, 7)])
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_choice_is_that_of_one_key_after_the_other(order, count, before, monkeypatch):
+    """With padding, from places of which half are empty or from nothing, and in several groups of chunks."""
+    for name, size in (("GROUP", 1), ("MOST_GROUPS", 2), ("LISTED", 64)):
+        monkeypatch.setattr(triton_prefill, name, size)
+    length, window = 200, 7
+    score = torch.stack([ORDERS[order](before + length), ORDERS["random"](before + length)])
+    visible = torch.ones(2, before + length, dtype=torch.bool)
+    visible[0, 5:9] = visible[1, :70] = False
+    kept_score, kept_age = ORDERS[order](2 * count)[-count:].expand(2, -1), (torch.arange(count) % 2).expand(2, -1)
+    new = score.masked_fill(~visible, -torch.inf)
+    line = [kept_score.masked_fill(kept_age == 0, -torch.inf) if before else torch.full((2, count), -torch.inf)]
+    scores = torch.cat((*line, torch.full((2, window - before), -torch.inf), new), dim=1)[:, : count + length]
+    old = [x[:, None, :, None].contiguous() if before else None for x in (kept_score, kept_age.int())]
+    score = score[:, None, :, None]
+    how = {"before": before, "length": length, "window": window, "count": count}
+    leave, gone, listed, counts = triton_prefill.choose(score, visible, *old, score.stride()[:3], **how)
+    for row, numbers in enumerate(scores.tolist()):
+        ends, expected_gone = chosen(numbers, count, length)
+        assert gone[row].tolist() == expected_gone
+        is_key = [x > -torch.inf for x in numbers]
+        assert [x for x, real in zip(leave[row].tolist(), is_key) if real] == [x for x, y in zip(ends, is_key) if y]
+        for k in range(listed.shape[1]):
+            first, end = min(64 * k, length), min(64 * k + 64, length)
+            seen = [i for i in range(count + end) if is_key[i] and ends[i] > max(first, i - count)]
+            assert listed[row, k, : counts[row, k]].tolist() == seen
 
 
 @torch.no_grad()

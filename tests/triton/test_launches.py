@@ -1,0 +1,61 @@
+"""What the launchers launch: the numbers that `test_fake_cuda.py`, where no launcher runs, counts for each operator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton_interpreter
+from fake_cuda import OF_TRITON, VIEWS
+from hybrid_calls import EXACT, ROTARY, mechanisms, on_cuda, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
+
+from hf_linear_attention.kernels import triton_prefill, triton_step
+
+
+assert triton_interpreter
+
+
+class Launches(TorchDispatchMode):
+    """The names of our kernels, and of the operators of torch beside them that launch something."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.names: list[str] = []
+        get = InterpretedFunction.__getitem__
+
+        def launch(kernel, grid):
+            def run(*given, **others):
+                before = [*self.names, kernel.fn.__name__]
+                get(kernel, grid)(*given, **others)
+                self.names = before  # without what the interpreter does
+
+            return run
+
+        monkeypatch.setattr(InterpretedFunction, "__getitem__", launch)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.partition("::")[2]
+        self.names += [] if name in VIEWS else [name]
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("operator", "module", "length"), [("hybrid_on_cuda", triton_prefill, 140), ("hybrid_step_on_cuda", triton_step, 1)]
+)
+def test_an_operator_is_as_many_launches_as_fake_cuda_counts(operator, module, length, monkeypatch):
+    monkeypatch.setattr(triton_prefill, "GROUP", 1)
+    mechanism, _ = mechanisms(EXACT | ROTARY | {"trained_length": 12}, torch.float32)
+    state = mechanism(tokens(mechanism, 0, 14, torch.float32))[1]
+    more = tokens(mechanism, 14, 14 + length, torch.float32)
+    on_cuda(monkeypatch)
+    launch, launches = module.run, Launches(monkeypatch)
+
+    def run(*given, **others):
+        with launches:
+            launch(*given, **others)
+
+    monkeypatch.setattr(module, "run", run)
+    mechanism(more, state)
+    assert len(launches.names) == OF_TRITON[operator], launches.names
