@@ -74,3 +74,16 @@ def test_nothing_waits_for_the_device(measured, row):
     """Neither synchronisation nor a copy from the host, in a prompt with padding or without, a step or training."""
     waits = {mode: case["waits"] for mode, case in measured[row].items() if case["waits"]}
     assert bool(waits) == (row in WAITING_ROWS), waits
+
+
+def test_a_step_of_requests_can_be_captured(measured):
+    """One token of each request, whose states stand in blocks: as few launches as in a cache, and none that waits."""
+    assert measured["requests"] == {"kernels": KERNELS["default"]["step"], "waits": {}}
+
+
+def test_a_compiled_model_is_one_graph_with_our_operators(measured):
+    assert measured["compiled"] == {
+        "prompt": ["scores_on_cuda", "hybrid_on_cuda"],
+        "step": ["scores_on_cuda", "hybrid_step_on_cuda"],
+        "step of a static cache": ["scores_on_cuda", "hybrid_step_on_cuda_"],
+    }

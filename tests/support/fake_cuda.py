@@ -232,6 +232,58 @@ def measure(model: Any, cases: dict[str, int]) -> dict[str, Any]:
     return found
 
 
+def step_of_requests(model: Any) -> dict[str, Any]:
+    """Kernels and waits of one token of each of three requests, whose states stand in blocks as in the vLLM plugin."""
+    from hf_linear_attention.mechanisms.base import MechanismInputs
+
+    mechanism = model.model.layers[0].self_attn.linear_attention
+    layout, sizes = mechanism.state_layout(torch.bfloat16), mechanism.shape
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), COUNTER:
+        to_fake(model, torch.bfloat16)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device="cuda")
+
+        states = tuple(zeros(5, *shape[1:], dtype=dtype) for shape, dtype in layout)
+        hidden, rows = zeros(3, 1, sizes.hidden_size), zeros(3, dtype=torch.long)
+        query, key, value = (
+            zeros(3, n, 1, sizes.head_dim) for n in (sizes.num_heads, *[sizes.num_key_value_heads] * 2)
+        )
+        inputs = MechanismInputs(query, key, value, None, 0.1, True, zeros(3, 1, dtype=torch.int32))
+        for _ in range(2):  # the first call copies constants to the device
+            COUNTER.reset()
+            COUNTER.is_counting = True
+            given = mechanism.prepare(inputs._replace(gates=mechanism.gates(hidden)))
+            mechanism.step_in_rows(given, states, rows)
+            COUNTER.is_counting = False
+    return {"kernels": COUNTER.kernels, "waits": dict(COUNTER.waits)}
+
+
+def compiled(model: Any) -> dict[str, list[str]]:
+    """Our operators in the graphs of torch.compile, of which each call of the model must be one."""
+    from transformers import DynamicCache, StaticCache
+
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        to_fake(model, torch.bfloat16)
+        ids = torch.zeros(1, 64, dtype=torch.long, device="cuda")
+        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=128)):
+            if isinstance(cache, StaticCache):
+                model(ids, cache=cache, use_cache=True)
+            call = torch.compile(model, backend=backend, fullgraph=True)
+            for length in (1,) if isinstance(cache, StaticCache) else (64, 1):
+                call(ids[:, :length], cache=cache, use_cache=True)
+            torch.compiler.reset()
+    names = ([str(node.target).split(".")[-1] for node in graph.graph.nodes] for graph in graphs)
+    found = [[name for name in every if name.endswith(("_on_cuda", "_on_cuda_"))] for every in names]
+    return dict(zip(("prompt", "step", "step of a static cache"), found, strict=True))
+
+
 def build_guard(compiler: str, folder: Path) -> Path:
     """Compile the device guard."""
     found, torch_folder = folder / "guard.so", Path(torch.__file__).parent
@@ -266,6 +318,8 @@ def main() -> None:
         sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 64}
         config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=64, max_position_embeddings=trained)
         found[name] = measure(convert(LlamaForCausalLM(config)), cases)
+    found["requests"] = step_of_requests(convert(LlamaForCausalLM(config)))
+    found["compiled"] = compiled(convert(LlamaForCausalLM(config)))
     print(json.dumps(found))
 
 
