@@ -132,10 +132,15 @@ def _attention_text(settings: Mapping[str, Any], num_layers: int) -> str:
     """The settings of a group of layers; those that every mechanism has only if they differ from their defaults."""
     unused = MECHANISM_OPTIONS[settings["mechanism"]].unused(settings)
     options = {name: value for name, value in settings.items() if name not in ("mechanism", "layers", *unused)}
-    chosen = [f"{name}={value}" for name, value in options.items() if value != COMMON_SETTINGS.get(name)]
+    chosen = [f"{name}={_short(value)}" for name, value in options.items() if value != COMMON_SETTINGS.get(name)]
     mechanism = settings["mechanism"] + (f" ({', '.join(chosen)})" if chosen else "")
     layers = settings["layers"]
     return f"{mechanism} in " + (f"{layers_text(layers)} of {num_layers}" if layers else "no layer")
+
+
+def _short(value: Any) -> Any:
+    """Of a list with one value for all layers, that value, which is the same setting."""
+    return value[0] if isinstance(value, list) and len(value) > 1 and all(x == value[0] for x in value) else value
 
 
 def _state_text(plan: Plan) -> str:
