@@ -82,6 +82,7 @@ ELSEWHERE = {
     "hf-linear-attention serve OUT": "tests/clients/test_serve_over_http.py",
     "curl http://localhost:8000": "tests/clients/test_serve_over_http.py",
     "python convert_hf_to_gguf.py": "llama.cpp",
+    "python -m benchmarks.real": "tests/benchmarks/test_runs.py",
     "lm_eval --model hf": "tests/clients/test_lm_eval.py",
 }
 # How lines of output begin whose inputs are the page's own.
@@ -211,6 +212,12 @@ def longer_text() -> None:
     Path("held_out.txt").write_text(text[:14_000], encoding="utf-8")
 
 
+def long_decoder() -> None:
+    """A decoder for states of 512 tokens, and text to fit them to."""
+    llama(max_position_embeddings=2048, num_hidden_layers=1)
+    Path("code.txt").write_text("\n\n".join(TEXTS[:60]), encoding="utf-8")
+
+
 def by_itself() -> dict[str, Any]:
     """The names that the Python of some pages takes for granted."""
     tokenizer = AutoTokenizer.from_pretrained("OUT")
@@ -235,6 +242,7 @@ BY_PAGE: dict[str, Callable[[], dict[str, Any] | None]] = {
     "docs/tutorials/decoder.md": longer_text,
     "docs/tutorials/embeddings.md": lambda: shutil.rmtree("SRC"),  # the page makes it
     "docs/tutorials/images.md": images,
+    "docs/tutorials/real_decoder.md": long_decoder,
     "training/finetune.py": trained,
 }
 # The same for commands, by words in them.
