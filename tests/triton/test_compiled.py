@@ -20,7 +20,9 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("what", ["prefill", "prompt", "plain_prompt", "step", "plain_step"])
+@pytest.mark.parametrize(
+    "what", ["prefill", "prompt", "plain_prompt", "backward", "plain_backward", "step", "plain_step"]
+)
 def test_it_compiles_without_spills(what):
     """Of Llama 1B's heads with a state of 2,048 tokens. The interpreter does not see what is wrong with a tensor that
     is None where the compiler reads on.
