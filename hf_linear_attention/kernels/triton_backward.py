@@ -12,7 +12,8 @@ exponent a_nf + e_tf for each feature, so that
 All but a_nf, e_tf and l_n is at most 1, and S and R are kept relative to the largest exponent of each feature. What the
 forward pass keeps is its choice of keys and l_n. The launches, after those of lists, exponents and states again:
 
-    _of_queries      a program per chunk and query head: the gradients of queries and of what belongs to them, a_nf
+    _of_far_queries  a program per chunk and query head: a_nf, and the gradients of queries that are due to far keys
+    _of_queries      the same, of window, sinks and exact keys; adds to what the one before wrote
     _states_behind   R and Y behind each chunk, in groups of chunks as `_states`
     _of_far_keys     a program per chunk: the gradients of the keys that are displaced in it, as far keys
     _lives, a sort   the keys in packs of similar lives
@@ -21,7 +22,7 @@ forward pass keeps is its choice of keys and l_n. The launches, after those of l
 A key is exact from its own query on until it is displaced, so the queries that see it follow one another. In a pack,
 lives are of similar lengths: few queries are visited that do not see most of its keys.
 
-No program adds to what another one writes, so gradients are the same in every run. Axes: see triton_prefill.py.
+In no launch several programs add to the same numbers, so gradients are the same in every run. Axes: triton_prefill.py.
 """
 
 from __future__ import annotations
@@ -60,48 +61,142 @@ LIVES = 1024  # keys of a program of `_lives`
 
 
 @triton.jit
-def _turned_back(x, other, sign, angle):
-    """The rows `x` turned by minus `angle`, where `other` are the other columns of rotary pairs."""
-    swapped = tl.gather(x, tl.broadcast_to(other[None, :], x.shape), 1)
-    return _turned(x, swapped, sign[None, :], -angle)
+def _turned_with(x, other, sign, angle):
+    """The rows `x` turned by `angle`; `other` says which are the other columns of rotary pairs."""
+    return _turned(x, tl.gather(x, tl.broadcast_to(other[None, :], x.shape), 1), sign[None, :], angle)
 
 
 @triton.jit
-def _of_queries(
-    query, key, value, visible, sink_key, sink_value, seen, position, order, frequencies,
-    query_weight, log_decay, log_scale, norm_weight, leave, listed, counts, gone, exponents, states,
-    out, grad_out, size, delta, query_exponents, grad_query, of_sinks, of_maps,
-    query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
-    sink_key_batch, sink_key_head, sink_key_row, sink_value_batch, sink_value_head, sink_value_row,
-    grad_batch, grad_head, grad_row, N, K, scaling, root, trained,
+def _map_rows(
+    query, position, frequencies, t, c, k, N, query_row, D: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr,
+    FIRST: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The queries of a chunk, and as the feature map sees them."""
+    n = k * C + t
+    inside = (n < N)[:, None] & (c < D)[None, :]
+    q = tl.load(query + n.to(tl.int64)[:, None] * query_row + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = q
+    if FIRST < PAIRS:
+        other, number, sign = _pair(c, PAIRS, INTERLEAVED)
+        turn = _frequency(frequencies, c, FIRST, PAIRS, INTERLEAVED)[None, :]
+        place = tl.load(position + n, mask=n < N, other=0)
+        x = _turned_with(q, other, sign, -place.to(tl.float32)[:, None] * turn)
+    return q, x
+
+
+@triton.jit
+def _of_far_queries(
+    query, value, visible, position, order, frequencies, query_weight, log_decay, log_scale, norm_weight, gone,
+    exponents, states, out, grad_out, size, delta, query_exponents, grad_query, of_maps,
+    query_batch, query_head, query_row, value_batch, value_head, value_row, grad_batch, grad_head, grad_row,
+    N, K, scaling, root,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    F: tl.constexpr, FP: tl.constexpr, W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, M: tl.constexpr,
-    ROOM: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, CLAMPS: tl.constexpr, IS_RATE: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
+    F: tl.constexpr, FP: tl.constexpr, W: tl.constexpr, M: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr,
+    FIRST: tl.constexpr, INTERLEAVED: tl.constexpr, IS_RATE: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
     k, head = tl.program_id(0), tl.program_id(1)
     b, h = (head // (HKV * G)).to(tl.int64), (head % (HKV * G)) // G
     bh = (head // G).to(tl.int64)
     own_head = head % (HKV * G)
-    t, c, cv, f, j = tl.arange(0, C), tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, FP), tl.arange(0, BLOCK)
+    t, c, cv, f = tl.arange(0, C), tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, FP)
+    n = k * C + t
+    real = n < N
+    order += b * N
+    position = position if position is None else position + b * N
+    value += _head_of(bh, value_batch, value_head, HKV)
+    query += b * query_batch + own_head.to(tl.int64) * query_head
+    at = ((b * N + n) * (HKV * G) + own_head)[:, None] * V + cv[None, :]
+    rows = tl.load(grad_out + at, mask=real[:, None] & (cv < V)[None, :], other=0.0)
+    output = tl.load(out + at, mask=real[:, None] & (cv < V)[None, :], other=0.0)
+    average = tl.sum(rows.to(tl.float32) * output.to(tl.float32), 1)
+    of_head = head.to(tl.int64) * N + n
+    tl.store(delta + of_head, average, mask=real)
+    lse = tl.load(size + of_head, mask=real, other=EMPTY)
+    # Exponents of the queries, which include all that a far key weighs for a query.
+    weight_at = query_weight + own_head * D * F + c[:, None] * F + f[None, :]
+    inside_weight = (c < D)[:, None] & (f < F)[None, :]
+    q, x = _map_rows(query, position, frequencies, t, c, k, N, query_row, D, C, PAIRS, FIRST, INTERLEAVED)
+    norm_of_head = tl.load(norm_weight + own_head).to(tl.float32)
+    add = tl.load(log_scale + own_head).to(tl.float32) - norm_of_head * (scaling / 2) * tl.sum(q * q, 1) - lse
+    weight = tl.load(weight_at, mask=inside_weight, other=0.0).to(tl.float32)
+    a = tl.dot(x * root, weight, input_precision=PRECISION) + add[:, None]
+    a = tl.where((real & (lse > EMPTY / 2))[:, None] & (f < F)[None, :], a, EMPTY)
+    inside = real[:, None] & (f < F)[None, :]
+    tl.store(query_exponents + of_head[:, None] * F + f[None, :], a, mask=inside)
+    # Those displaced before the chunk.
+    lam = _log_decay(log_decay, h, IS_RATE)
+    since = (_order_at(n, order, 0, N, W) - _order_at(k * C - 1, order, 0, N, W)).to(tl.float32)
+    state, total, largest = _load_sums(states + (bh * K + k) * F * (V + 2), f, cv, F, V)
+    found = tl.dot(rows.to(tl.float32), tl.trans(state), input_precision=FAR) - average[:, None] * total[None, :]
+    of_features = tl.exp(tl.minimum(a + largest[None, :] + lam * since[:, None], 0.0)) * found
+    of_decay = tl.sum(tl.sum(of_features, 1) * since, 0)
+    # Those displaced in it.
+    g = _gone_at(n, gone + bh * N, visible + b * N, 0, N, W, M)
+    e = tl.load(exponents + (bh * N + n)[:, None] * F + f[None, :], mask=inside, other=EMPTY)
+    most = tl.max(e, 0)
+    weights = tl.where((g >= 0)[:, None] & (f < F)[None, :], tl.exp(e - most[None, :]), 0.0)
+    values = _rows(g, g >= 0, cv, cv < V, value, value_row, None, 0, V, W, M)
+    pairs = tl.dot(rows.to(T), tl.trans(values.to(T)), input_precision="ieee") - average[:, None]
+    pairs = pairs * tl.exp(lam * tl.maximum(since[:, None] - since[None, :], 0.0))
+    pairs = tl.where((t[None, :] <= t[:, None]) & (g >= 0)[None, :], pairs, 0.0)
+    scale = tl.exp(tl.minimum(a + most[None, :], LARGEST))
+    of_features += scale * tl.dot(pairs, weights, input_precision=FAR)
+    # Back through the map; rows are read again, because there are few registers.
+    q, x = _map_rows(query, position, frequencies, t, c, k, N, query_row, D, C, PAIRS, FIRST, INTERLEAVED)
+    sums, norm = tl.sum(of_features, 1), tl.sum(q * q, 1)
+    of_maps += (head.to(tl.int64) * K + k) * (D * F + 3)
+    of_weight = tl.dot(tl.trans(x * root), of_features, input_precision=FAR)
+    tl.store(of_maps + c[:, None] * F + f[None, :], of_weight, mask=inside_weight)
+    tl.store(of_maps + D * F, tl.sum(sums, 0))
+    tl.store(of_maps + D * F + 1, -scaling / 2 * tl.sum(sums * norm, 0))
+    tl.store(of_maps + D * F + 2, of_decay)
+    weight = tl.load(weight_at, mask=inside_weight, other=0.0).to(tl.float32)
+    grad = root * tl.dot(of_features, tl.trans(weight), input_precision=FAR)
+    if FIRST < PAIRS:
+        other, number, sign = _pair(c, PAIRS, INTERLEAVED)
+        turn = _frequency(frequencies, c, FIRST, PAIRS, INTERLEAVED)[None, :]
+        place = tl.load(position + n, mask=real, other=0)
+        grad = _turned_with(grad, other, sign, place.to(tl.float32)[:, None] * turn)
+    grad -= (norm_of_head * scaling * sums)[:, None] * q
+    at = b * grad_batch + own_head.to(tl.int64) * grad_head + n.to(tl.int64)[:, None] * grad_row + c[None, :]
+    tl.store(grad_query + at, grad.to(grad_query.dtype.element_ty), mask=real[:, None] & (c < D)[None, :])
+
+
+@triton.jit
+def _of_queries(
+    query, key, value, visible, sink_key, sink_value, seen, position, frequencies, leave, listed, counts,
+    grad_out, size, delta, grad_query, of_sinks,
+    query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
+    sink_key_batch, sink_key_head, sink_key_row, sink_value_batch, sink_value_head, sink_value_row,
+    grad_batch, grad_head, grad_row, N, K, scaling, trained,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+    W: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, M: tl.constexpr, ROOM: tl.constexpr, C: tl.constexpr,
+    BLOCK: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    k, head = tl.program_id(0), tl.program_id(1)
+    b = (head // (HKV * G)).to(tl.int64)
+    bh = (head // G).to(tl.int64)
+    own_head = head % (HKV * G)
+    t, c, cv, j = tl.arange(0, C), tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, BLOCK)
     n = k * C + t
     real = n < N
     visible += b * N
-    order += b * N
     key += _head_of(bh, key_batch, key_head, HKV)
     value += _head_of(bh, value_batch, value_head, HKV)
     query += b * query_batch + own_head.to(tl.int64) * query_head + n.to(tl.int64)[:, None] * query_row
     inside = real[:, None] & (c < D)[None, :]
     q = tl.load(query + c[None, :], mask=inside, other=0.0)
     other, number, sign = _pair(c, PAIRS, INTERLEAVED)
-    of_row = ((b * N + n) * (HKV * G) + own_head)[:, None] * V + cv[None, :]
-    rows = tl.load(grad_out + of_row, mask=real[:, None] & (cv < V)[None, :], other=0.0)
-    output = tl.load(out + of_row, mask=real[:, None] & (cv < V)[None, :], other=0.0)
-    average = tl.sum(rows.to(tl.float32) * output.to(tl.float32), 1)
+    rows = tl.load(
+        grad_out + ((b * N + n) * (HKV * G) + own_head)[:, None] * V + cv[None, :],
+        mask=real[:, None] & (cv < V)[None, :],
+        other=0.0,
+    )
     of_head = head.to(tl.int64) * N + n
-    tl.store(delta + of_head, average, mask=real)
     lse = tl.load(size + of_head, mask=real, other=EMPTY)
+    average = tl.load(delta + of_head, mask=real, other=0.0)
+    grad_query += b * grad_batch + own_head.to(tl.int64) * grad_head + n.to(tl.int64)[:, None] * grad_row + c[None, :]
     grad = tl.zeros([C, DP], tl.float32)
     furthest = -1
     if CLAMPS:
@@ -126,8 +221,7 @@ def _of_queries(
             if furthest >= trained:
                 near_turn = _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
                 near_angle = (tl.minimum(p, trained - 1) - p).to(tl.float32)[:, None] * near_turn
-                near_other = tl.load(query + other[None, :], mask=inside, other=0.0).to(tl.float32)
-                moved_to_sinks = _turned(q.to(tl.float32), near_other, sign[None, :], near_angle).to(q.dtype)
+                moved_to_sinks = _turned_with(q.to(tl.float32), other, sign, near_angle).to(q.dtype)
         of_sink = scaling * tl.dot(moved_to_sinks.to(T), tl.trans(sinks.to(T)), input_precision="ieee")
         of_sink = tl.where(sees_sinks, tl.exp(of_sink - lse[:, None]), 0.0)
         sink_slopes = tl.dot(rows.to(T), tl.trans(sink_values.to(T)), input_precision="ieee")
@@ -142,7 +236,7 @@ def _of_queries(
             if furthest >= trained:
                 turn_of_sinks = _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
                 angle_of_sinks = (tl.minimum(p, trained - 1) - p).to(tl.float32)[:, None] * turn_of_sinks
-                grad = _turned_back(grad, other, sign, angle_of_sinks)
+                grad = _turned_with(grad, other, sign, -angle_of_sinks)
     last = tl.minimum(k * C + C, N)
     for start in range(tl.maximum(k * C - W + 1, 0), last, BLOCK):
         slot = start + j
@@ -159,14 +253,6 @@ def _of_queries(
         slopes = scaling * weights * (slopes - average[:, None])
         grad += tl.dot(slopes.to(T), keys.to(T), input_precision="ieee")
     if M > 0:
-        moved = q
-        if CLAMPS:
-            of_moved = tl.zeros([C, DP], tl.float32)
-            if furthest >= trained:
-                far_turn = _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
-                far_other = tl.load(query + other[None, :], mask=inside, other=0.0).to(tl.float32)
-                far_angle = (trained - 1 - p).to(tl.float32)[:, None] * far_turn
-                moved = _turned(q.to(tl.float32), far_other, sign[None, :], far_angle).to(q.dtype)
         leave += bh * (M + N)
         listed += (bh * (K + 1) + k) * ROOM
         count = tl.load(counts + bh * (K + 1) + k)
@@ -177,76 +263,39 @@ def _of_queries(
             keys = _rows(g, there, c, c < D, key, key_row, None, 0, D, W, M)
             values = _rows(g, there, cv, cv < V, value, value_row, None, 0, V, W, M)
             sees = there[None, :] & (g[None, :] - M <= n[:, None]) & (n[:, None] < ends[None, :])
-            of_values = tl.dot(rows.to(T), tl.trans(values.to(T)), input_precision="ieee") - average[:, None]
             if CLAMPS:
                 place = _numbers(g, there, position + b * N, 1, None, 0, W, M)
-                is_distant = p[:, None] - place[None, :] >= trained
-                if furthest >= trained:
-                    turn = _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
-                    keys_other = _rows(g, there, other, c < D, key, key_row, None, 0, D, W, M).to(tl.float32)
-                    back = -place.to(tl.float32)[:, None] * turn
-                    turned = _turned(keys.to(tl.float32), keys_other, sign[None, :], back).to(keys.dtype)
-                    distant = scaling * tl.dot(moved.to(T), tl.trans(turned.to(T)), input_precision="ieee")
-                    of_distant = tl.where(sees & is_distant, tl.exp(distant - lse[:, None]), 0.0)
-                    of_distant = scaling * of_distant * of_values
-                    of_moved += tl.dot(of_distant.to(T), turned.to(T), input_precision="ieee")
-                sees = sees & ~is_distant
+                sees = sees & (p[:, None] - place[None, :] < trained)
             logits = scaling * tl.dot(q.to(T), tl.trans(keys.to(T)), input_precision="ieee")
-            slopes = scaling * tl.where(sees, tl.exp(logits - lse[:, None]), 0.0) * of_values
+            weights = tl.where(sees, tl.exp(logits - lse[:, None]), 0.0)
+            slopes = tl.dot(rows.to(T), tl.trans(values.to(T)), input_precision="ieee")
+            slopes = scaling * weights * (slopes - average[:, None])
             grad += tl.dot(slopes.to(T), keys.to(T), input_precision="ieee")
         if CLAMPS:
             if furthest >= trained:
-                last_turn = _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
-                grad += _turned_back(of_moved, other, sign, (trained - 1 - p).to(tl.float32)[:, None] * last_turn)
-    # Exponents of the queries, which include all that a far key weighs for a query.
-    x = q.to(tl.float32)
-    norm = tl.sum(x * x, 1)
-    if FIRST < PAIRS:
-        map_turn = _frequency(frequencies, c, FIRST, PAIRS, INTERLEAVED)[None, :]
-        x_other = tl.load(query + other[None, :], mask=inside, other=0.0).to(tl.float32)
-        map_angle = -tl.load(position + b * N + n, mask=real, other=0).to(tl.float32)[:, None] * map_turn
-        x = _turned(x, x_other, sign[None, :], map_angle)
-    weight = tl.load(
-        query_weight + own_head * D * F + c[:, None] * F + f[None, :],
-        mask=(c < D)[:, None] & (f < F)[None, :], other=0.0,
-    ).to(tl.float32)  # fmt: skip
-    add = tl.load(log_scale + own_head).to(tl.float32)
-    norm_of_head = tl.load(norm_weight + own_head).to(tl.float32)
-    add = add - norm_of_head * (scaling / 2) * norm - lse
-    a = tl.dot(x * root, weight, input_precision=PRECISION) + add[:, None]
-    a = tl.where((real & (lse > EMPTY / 2))[:, None] & (f < F)[None, :], a, EMPTY)
-    inside_f = real[:, None] & (f < F)[None, :]
-    tl.store(query_exponents + of_head[:, None] * F + f[None, :], a, mask=inside_f)
-    lam = _log_decay(log_decay, h, IS_RATE)
-    came = _order_at(n, order, 0, N, W)
-    fade = lam * (came - _order_at(k * C - 1, order, 0, N, W)).to(tl.float32)
-    state, total, largest = _load_sums(states + (bh * K + k) * F * (V + 2), f, cv, F, V)
-    wide_rows = rows.to(tl.float32)
-    found = tl.dot(wide_rows, tl.trans(state), input_precision=FAR) - average[:, None] * total[None, :]
-    of_features = tl.exp(tl.minimum(a + largest[None, :] + fade[:, None], 0.0)) * found
-    g = _gone_at(n, gone + bh * N, visible, 0, N, W, M)
-    e = tl.load(exponents + (bh * N + n)[:, None] * F + f[None, :], mask=inside_f, other=EMPTY)
-    most = tl.max(e, 0)
-    weights = tl.where((g >= 0)[:, None] & (f < F)[None, :], tl.exp(e - most[None, :]), 0.0)
-    values = _rows(g, g >= 0, cv, cv < V, value, value_row, None, 0, V, W, M)
-    pairs = tl.dot(rows.to(T), tl.trans(values.to(T)), input_precision="ieee") - average[:, None]
-    pairs = pairs * tl.exp(lam * tl.maximum(came[:, None] - came[None, :], 0).to(tl.float32))
-    pairs = tl.where((t[None, :] <= t[:, None]) & (g >= 0)[None, :], pairs, 0.0)
-    scale = tl.exp(tl.minimum(a + most[None, :], LARGEST))
-    of_features += scale * tl.dot(pairs, weights, input_precision=FAR)
-    sums = tl.sum(of_features, 1)
-    of_x = root * tl.dot(of_features, tl.trans(weight), input_precision=FAR)
-    if FIRST < PAIRS:
-        of_x = _turned_back(of_x, other, sign, map_angle)
-    grad += of_x - (norm_of_head * scaling * sums)[:, None] * q.to(tl.float32)
-    at = b * grad_batch + own_head.to(tl.int64) * grad_head + n.to(tl.int64)[:, None] * grad_row + c[None, :]
-    tl.store(grad_query + at, grad.to(grad_query.dtype.element_ty), mask=inside)
-    of_maps += (head.to(tl.int64) * K + k) * (D * F + 3)
-    found = tl.dot(tl.trans(x * root), of_features, input_precision=FAR)
-    tl.store(of_maps + c[:, None] * F + f[None, :], found, mask=(c < D)[:, None] & (f < F)[None, :])
-    tl.store(of_maps + D * F, tl.sum(sums, 0))
-    tl.store(of_maps + D * F + 1, -scaling / 2 * tl.sum(sums * norm, 0))
-    tl.store(of_maps + D * F + 2, tl.sum(sums * came.to(tl.float32), 0))
+                turn = _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
+                forth = (trained - 1 - p).to(tl.float32)[:, None] * turn
+                moved = _turned_with(q.to(tl.float32), other, sign, forth).to(q.dtype).to(T)
+                of_moved = tl.zeros([C, DP], tl.float32)
+                for start in range(0, count, BLOCK):
+                    there = start + j < count
+                    g = tl.load(listed + start + j, mask=there, other=0)
+                    ends = tl.load(leave + g, mask=there, other=0)
+                    place = _numbers(g, there, position + b * N, 1, None, 0, W, M)
+                    sees = there[None, :] & (g[None, :] - M <= n[:, None]) & (n[:, None] < ends[None, :])
+                    sees = sees & (p[:, None] - place[None, :] >= trained)
+                    keys = _rows(g, there, c, c < D, key, key_row, None, 0, D, W, M)
+                    turned = _turned_with(keys.to(tl.float32), other, sign, -place.to(tl.float32)[:, None] * turn)
+                    turned = turned.to(keys.dtype).to(T)
+                    logits = scaling * tl.dot(moved, tl.trans(turned), input_precision="ieee")
+                    weights = tl.where(sees, tl.exp(logits - lse[:, None]), 0.0)
+                    values = _rows(g, there, cv, cv < V, value, value_row, None, 0, V, W, M)
+                    slopes = tl.dot(rows.to(T), tl.trans(values.to(T)), input_precision="ieee")
+                    slopes = scaling * weights * (slopes - average[:, None])
+                    of_moved += tl.dot(slopes.to(T), turned, input_precision="ieee")
+                grad += _turned_with(of_moved, other, sign, -forth)
+    grad += tl.load(grad_query, mask=inside, other=0.0).to(tl.float32)  # what `_of_far_queries` wrote
+    tl.store(grad_query, grad.to(grad_query.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -312,7 +361,7 @@ def _states_behind(
 @triton.jit
 def _of_far_keys(
     key, value, visible, position, order, frequencies, key_weight, key_norm, log_decay, gone, exponents,
-    query_exponents, grad_out, delta, states, far_key, far_value, of_maps,
+    query_exponents, grad_out, delta, states, behind, far_key, far_value, of_maps,
     key_batch, key_head, key_row, value_batch, value_head, value_row, N, K, root,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     F: tl.constexpr, FP: tl.constexpr, W: tl.constexpr, M: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr,
@@ -333,42 +382,55 @@ def _of_far_keys(
     values = _rows(g, there, cv, cv < V, value, value_row, None, 0, V, W, M)
     lam = _log_decay(log_decay, h, IS_RATE)
     came = _order_at(n, order, 0, N, W)
-    fade = lam * (_order_at(k * C + C - 1, order, 0, N, W) - came).to(tl.float32)
+    start, end = _order_at(k * C - 1, order, 0, N, W), _order_at(k * C + C - 1, order, 0, N, W)
+    until = (end - came).to(tl.float32)
     # What later chunks make of these keys.
-    state, total, top = _load_sums(states + (bh * K + k) * F * (V + 2), f, cv, F, V)
-    weights = tl.exp(tl.minimum(e + fade[:, None] + top[None, :], 0.0))
+    at = (bh * K + k) * F * (V + 2)
+    state, total, top = _load_sums(behind + at, f, cv, F, V)
+    weights = tl.exp(tl.minimum(e + lam * until[:, None] + top[None, :], 0.0))
     weights = tl.where(there[:, None] & (f < F)[None, :], weights, 0.0)
     found = tl.dot(values.to(tl.float32), tl.trans(state), input_precision=FAR) - total[None, :]
     of_features = weights * found
     of_value = tl.dot(weights, state, input_precision=FAR)
+    of_decay = 0.0
+    if log_decay is not None:
+        # The tokens between a key and a query: those after the key in its chunk, of whole chunks, and before the query.
+        of_decay = tl.sum(tl.sum(of_features, 1) * until, 0)
+        before, total_before, largest = _load_sums(states + at, f, cv, F, V)
+        length = (end - start).to(tl.float32)
+        found = tl.sum(before * state, 1) - total_before * total
+        of_decay += length * tl.sum(found * tl.exp(tl.minimum(largest + top + lam * length, 0.0)), 0)
     # And the queries of this one.
     most = tl.max(e, 0)
     weights = tl.where(there[:, None] & (f < F)[None, :], tl.exp(e - most[None, :]), 0.0)
-    decay = tl.exp(lam * tl.maximum(came[:, None] - came[None, :], 0).to(tl.float32))
+    since = (came - start).to(tl.float32)
+    decay = tl.exp(lam * tl.maximum(since[:, None] - since[None, :], 0.0))
     decay = tl.where((t[None, :] <= t[:, None]) & there[None, :], decay, 0.0)
     for i in range(G):
-        at = (bh * G + i) * N + n
-        a = tl.load(query_exponents + at[:, None] * F + f[None, :], mask=inside, other=EMPTY)
+        of_head = (bh * G + i) * N + n
+        a = tl.load(query_exponents + of_head[:, None] * F + f[None, :], mask=inside, other=EMPTY)
         scale = tl.exp(tl.minimum(a + most[None, :], LARGEST))
         rows = tl.load(
             grad_out + ((b * N + n) * (HKV * G) + h * G + i)[:, None] * V + cv[None, :],
             mask=real[:, None] & (cv < V)[None, :],
             other=0.0,
         )
-        pairs = decay * tl.dot(scale, tl.trans(weights), input_precision=FAR)
-        of_value += tl.dot(tl.trans(pairs.to(T)), rows.to(T), input_precision="ieee")
+        pairs = tl.dot(scale, tl.trans(weights), input_precision=FAR)
+        of_value += tl.dot(tl.trans((decay * pairs).to(T)), rows.to(T), input_precision="ieee")
         slopes = tl.dot(rows.to(T), tl.trans(values.to(T)), input_precision="ieee")
-        slopes = decay * (slopes - tl.load(delta + at, mask=real, other=0.0)[:, None])
+        slopes = decay * (slopes - tl.load(delta + of_head, mask=real, other=0.0)[:, None])
+        if log_decay is not None:
+            pairs *= slopes
+            of_decay += tl.sum(since * (tl.sum(pairs, 1) - tl.sum(pairs, 0)), 0)
         of_features += weights * tl.dot(tl.trans(slopes), scale, input_precision=FAR)
     tl.store(far_value + (bh * N + n)[:, None] * V + cv[None, :], of_value, mask=there[:, None] & (cv < V)[None, :])
     # Back through the map.
     x = _rows(g, there, c, c < D, key, key_row, None, 0, D, W, M).to(tl.float32)
     if FIRST < PAIRS:
         other, number, sign = _pair(c, PAIRS, INTERLEAVED)
-        x_other = _rows(g, there, other, c < D, key, key_row, None, 0, D, W, M).to(tl.float32)
         place = _numbers(g, there, position + b * N, 1, None, 0, W, M)
         angle = -place.to(tl.float32)[:, None] * _frequency(frequencies, c, FIRST, PAIRS, INTERLEAVED)[None, :]
-        x = _turned(x, x_other, sign[None, :], angle)
+        x = _turned_with(x, other, sign, angle)
     x *= root
     weight = tl.load(
         key_weight + h * D * F + c[:, None] * F + f[None, :], mask=(c < D)[:, None] & (f < F)[None, :], other=0.0
@@ -378,7 +440,7 @@ def _of_far_keys(
     if key_norm is not None:
         of_x -= (tl.load(key_norm + h).to(tl.float32) * sums)[:, None] * x
     if FIRST < PAIRS:
-        of_x = _turned_back(of_x, other, sign, angle)
+        of_x = _turned_with(of_x, other, sign, -angle)
     tl.store(far_key + (bh * N + n)[:, None] * D + c[None, :], root * of_x, mask=there[:, None] & (c < D)[None, :])
     of_maps += (bh * K + k) * (D * F + F + 2)
     found = tl.dot(tl.trans(x), of_features, input_precision=FAR)
@@ -386,7 +448,7 @@ def _of_far_keys(
     tl.store(of_maps + D * F + f, tl.sum(of_features, 0), mask=f < F)
     tl.store(of_maps + D * F + F, -0.5 * tl.sum(sums * tl.sum(x * x, 1), 0))
     left = tl.load(order + g - M - W, mask=there, other=0)
-    tl.store(of_maps + D * F + F + 1, -tl.sum(sums * left.to(tl.float32), 0))
+    tl.store(of_maps + D * F + F + 1, of_decay + tl.sum(sums * (came - left).to(tl.float32), 0))
 
 
 @triton.jit
@@ -409,6 +471,21 @@ def _lives(leave, lives, N, W: tl.constexpr, M: tl.constexpr, C: tl.constexpr, B
 
 
 @triton.jit
+def _query_rows(
+    query, grad_out, size, delta, k, g, t, c, cv, query_head, query_row, N, HEADS: tl.constexpr, D: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Of the queries of a chunk and head of a group: rows, gradients of the output, log sizes and averages of these."""
+    n = k * C + t
+    inside, at, row = n < N, g * N + n, n.to(tl.int64)[:, None]
+    query += g * query_head
+    q = tl.load(query + row * query_row + c[None, :], mask=inside[:, None] & (c < D)[None, :], other=0.0)
+    grad_out += g * V
+    rows = tl.load(grad_out + row * (HEADS * V) + cv[None, :], mask=inside[:, None] & (cv < V)[None, :], other=0.0)
+    return q, rows, tl.load(size + at, mask=inside, other=0.0), tl.load(delta + at, mask=inside, other=0.0)
+
+
+@triton.jit
 def _of_keys(
     query, key, value, visible, position, frequencies, leave, lives, size, delta, grad_out, far_key, far_value,
     grad_key, grad_value,
@@ -421,12 +498,12 @@ def _of_keys(
 ):  # fmt: skip
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // HKV, bh % HKV
-    i, t, c, cv = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, C), tl.arange(0, DP), tl.arange(0, VP)
-    slot = i
+    own, t, c, cv = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, C), tl.arange(0, DP), tl.arange(0, VP)
+    slot = own
     if M > 0:
-        slot = tl.load(lives + bh * N + i, mask=i < N, other=0) % N
+        slot = tl.load(lives + bh * N + own, mask=own < N, other=0) % N
         leave += bh * (M + N)
-    there = i < N
+    there = own < N
     there = there & (tl.load(visible + b * N + slot, mask=there, other=0) != 0)
     end = _end_of(slot, there, leave, N, W, M)
     at = slot.to(tl.int64)[:, None]
@@ -435,64 +512,62 @@ def _of_keys(
     value += _head_of(bh, value_batch, value_head, HKV)
     values = tl.load(value + at * value_row + cv[None, :], mask=there[:, None] & (cv < V)[None, :], other=0.0)
     of_keys, of_values = tl.zeros([BLOCK, DP], tl.float32), tl.zeros([BLOCK, VP], tl.float32)
+    first, last = tl.min(tl.where(there, slot, N), 0), tl.max(tl.where(there, tl.minimum(end, N), 0), 0)
+    query += b * query_batch + h * G * query_head
+    grad_out += (b * N * (HKV * G) + h * G) * V
+    size += bh * G * N
+    delta += bh * G * N
+    place = slot
     if CLAMPS:
+        place = tl.load(position + b * N + slot, mask=there, other=0)
         other, number, sign = _pair(c, PAIRS, INTERLEAVED)
         turn = _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
-        place = tl.load(position + b * N + slot, mask=there, other=0)
         back = -place.to(tl.float32)[:, None] * turn
-        keys_other = tl.load(key + at * key_row + other[None, :], mask=there[:, None] & (c < D)[None, :], other=0.0)
-        turned = _turned(keys.to(tl.float32), keys_other.to(tl.float32), sign[None, :], back).to(keys.dtype)
+        turned = _turned_with(keys.to(tl.float32), other, sign, back).to(keys.dtype).to(T)
         of_turned = tl.zeros([BLOCK, DP], tl.float32)
-    first, last = tl.min(tl.where(there, slot, N), 0), tl.max(tl.where(there, tl.minimum(end, N), 0), 0)
+        # One loop over both, because what an inner loop does not change would stay in registers.
+        for i in range(first // C * G, tl.cdiv(last, C) * G):
+            k, g = i // G, i % G
+            n = k * C + t
+            p = tl.load(position + b * N + n, mask=n < N, other=0)
+            if tl.max(p, 0) >= trained:
+                sees = there[:, None] & (slot[:, None] + W <= n[None, :]) & (n[None, :] < tl.minimum(end, N)[:, None])
+                sees = sees & (p[None, :] - place[:, None] >= trained)
+                q, rows, lse, average = _query_rows(
+                    query, grad_out, size, delta, k, g, t, c, cv, query_head, query_row, N, HKV * G, D, V, C
+                )
+                forth = (trained - 1 - p).to(tl.float32)[:, None] * turn
+                moved = _turned_with(q.to(tl.float32), other, sign, forth).to(q.dtype).to(T)
+                logits = scaling * tl.dot(turned, tl.trans(moved), input_precision="ieee")
+                weights = tl.where(sees, tl.exp(logits - lse[None, :]), 0.0)
+                of_values += tl.dot(weights.to(T), rows.to(T), input_precision="ieee")
+                slopes = tl.dot(values.to(T), tl.trans(rows.to(T)), input_precision="ieee") - average[None, :]
+                of_turned += tl.dot((scaling * weights * slopes).to(T), moved, input_precision="ieee")
+        of_keys = _turned_with(of_turned, other, sign, -back)
     for k in range(first // C, tl.cdiv(last, C)):
         n = k * C + t
-        real = n < N
-        sees_key = there[:, None] & real[None, :] & (slot[:, None] <= n[None, :]) & (n[None, :] < end[:, None])
-        sees = sees_key
-        furthest = -1
+        sees = there[:, None] & (slot[:, None] <= n[None, :]) & (n[None, :] < tl.minimum(end, N)[:, None])
         if CLAMPS:
-            p = tl.load(position + b * N + n, mask=real, other=0)
-            furthest = tl.max(p, 0)
-            is_distant = (slot[:, None] + W <= n[None, :]) & (p[None, :] - place[:, None] >= trained)
-            sees = sees_key & ~is_distant
-            is_distant = sees_key & is_distant
+            p = tl.load(position + b * N + n, mask=n < N, other=0)
+            sees = sees & ((slot[:, None] + W > n[None, :]) | (p[None, :] - place[:, None] < trained))
         for g in range(G):
-            head = h * G + g
-            q_at = query + b * query_batch + head * query_head + n.to(tl.int64)[:, None] * query_row
-            inside = real[:, None] & (c < D)[None, :]
-            q = tl.load(q_at + c[None, :], mask=inside, other=0.0)
-            rows = tl.load(
-                grad_out + ((b * N + n) * (HKV * G) + head)[:, None] * V + cv[None, :],
-                mask=real[:, None] & (cv < V)[None, :],
-                other=0.0,
-            ).to(T)
-            lse = tl.load(size + (bh * G + g) * N + n, mask=real, other=0.0)
-            average = tl.load(delta + (bh * G + g) * N + n, mask=real, other=0.0)
-            pairs = tl.dot(values.to(T), tl.trans(rows), input_precision="ieee") - average[None, :]
-            if CLAMPS:
-                if furthest >= trained:
-                    q_other = tl.load(q_at + other[None, :], mask=inside, other=0.0).to(tl.float32)
-                    angle = (trained - 1 - p).to(tl.float32)[:, None] * turn
-                    moved = _turned(q.to(tl.float32), q_other, sign[None, :], angle).to(q.dtype).to(T)
-                    distant = scaling * tl.dot(turned.to(T), tl.trans(moved), input_precision="ieee")
-                    distant = tl.where(is_distant, tl.exp(distant - lse[None, :]), 0.0)
-                    of_values += tl.dot(distant.to(T), rows, input_precision="ieee")
-                    of_turned += tl.dot((scaling * distant * pairs).to(T), moved, input_precision="ieee")
+            q, rows, lse, average = _query_rows(
+                query, grad_out, size, delta, k, g, t, c, cv, query_head, query_row, N, HKV * G, D, V, C
+            )
             logits = scaling * tl.dot(keys.to(T), tl.trans(q.to(T)), input_precision="ieee")
             weights = tl.where(sees, tl.exp(logits - lse[None, :]), 0.0)
-            of_values += tl.dot(weights.to(T), rows, input_precision="ieee")
-            of_keys += tl.dot((scaling * weights * pairs).to(T), q.to(T), input_precision="ieee")
-    if CLAMPS:
-        of_keys += _turned_back(of_turned, other, sign, back)
+            of_values += tl.dot(weights.to(T), rows.to(T), input_precision="ieee")
+            slopes = tl.dot(values.to(T), tl.trans(rows.to(T)), input_precision="ieee") - average[None, :]
+            of_keys += tl.dot((scaling * weights * slopes).to(T), q.to(T), input_precision="ieee")
     far = there & (end < N)
     at = (bh * N + end)[:, None]
     of_keys += tl.load(far_key + at * D + c[None, :], mask=far[:, None] & (c < D)[None, :], other=0.0)
     of_values += tl.load(far_value + at * V + cv[None, :], mask=far[:, None] & (cv < V)[None, :], other=0.0)
     at = slot.to(tl.int64)[:, None]
     grad_key += _head_of(bh, grad_key_batch, grad_key_head, HKV) + at * grad_key_row + c[None, :]
-    tl.store(grad_key, of_keys.to(grad_key.dtype.element_ty), mask=(i < N)[:, None] & (c < D)[None, :])
+    tl.store(grad_key, of_keys.to(grad_key.dtype.element_ty), mask=(own < N)[:, None] & (c < D)[None, :])
     grad_value += _head_of(bh, grad_value_batch, grad_value_head, HKV) + at * grad_value_row + cv[None, :]
-    tl.store(grad_value, of_values.to(grad_value.dtype.element_ty), mask=(i < N)[:, None] & (cv < V)[None, :])
+    tl.store(grad_value, of_values.to(grad_value.dtype.element_ty), mask=(own < N)[:, None] & (cv < V)[None, :])
 
 
 def run(
@@ -545,7 +620,8 @@ def run(
         exponents, *of_key, 0, length, length, scaling**0.5,
         D=dim, DP=columns, PRECISION=precision, num_warps=8, **shared, **turns, **map_sizes,
     )  # fmt: skip
-    states, group_sums, in_groups = new(rows, chunks, features, width + 2), None, -(-chunks // GROUP)
+    states, behind = (new(rows, chunks, features, width + 2) for _ in range(2))
+    group_sums, in_groups = None, -(-chunks // GROUP)
     block = min(value_columns, 64)
     grid = (rows, in_groups, -(-width // block))
     in_states: dict[str, Any] = {"V": width, "VB": block, "IN_GROUP": GROUP, "GROUPS": in_groups, "num_warps": 8}
@@ -565,25 +641,30 @@ def run(
     is_large = columns * exact.itemsize > 256
     clamps = bool(pairs and trained_length and position is not None)
     with_types: dict[str, Any] = {"T": TYPES[exact], "G": groups, "num_warps": 8, **sizes}
+    _of_far_queries[(chunks, batch * heads)](
+        query, value, visible, position, order, frequencies, query_weight, log_decay, log_scale, norm_weight, gone,
+        exponents, states, output, grad_output, size, delta, query_exponents, grad_query, of_queries,
+        *of_query, *of_value, *grad_query.stride()[:3], length, chunks, scaling, scaling**0.5,
+        PRECISION=precision, FAR=far, **shared, **turns, **map_sizes, **with_types,
+    )  # fmt: skip
     _of_queries[(chunks, batch * heads)](
-        query, key, value, visible, sink_key, sink_value, seen, position, order, frequencies,
-        query_weight, log_decay, log_scale, norm_weight, leave, listed, counts, gone, exponents, states,
-        output, grad_output, size, delta, query_exponents, grad_query, of_sinks, of_queries,
+        query, key, value, visible, sink_key, sink_value, seen, position, frequencies, leave, listed, counts,
+        grad_output, size, delta, grad_query, of_sinks,
         *of_query, *of_key, *of_value, *of_sink_key, *of_sink_value, *grad_query.stride()[:3],
-        length, chunks, scaling, scaling**0.5, trained_length,
-        S=sinks, SP=wide(sinks), ROOM=room, BLOCK=32 if is_large else 64, CLAMPS=clamps, PRECISION=precision, FAR=far,
-        num_stages=2, **shared, **turns, **map_sizes, **with_types,
+        length, chunks, scaling, trained_length,
+        S=sinks, SP=wide(sinks), ROOM=room, C=CHUNK, BLOCK=32 if is_large else 64, CLAMPS=clamps, num_stages=2,
+        PAIRS=pairs, INTERLEAVED=is_interleaved, **shared, **with_types,
     )  # fmt: skip
     given = query_exponents, grad_output, delta, order, log_decay, group_sums
     how = {**map_sizes, **in_states, "HKV": kv_heads, "W": window, "G": groups, "FAR": far}
     if in_groups > 1:
         _states_behind[(rows, in_groups - 1, grid[2])](*given, None, length, chunks, **how)
-    _states_behind[grid](*given, states, length, chunks, **how)
+    _states_behind[grid](*given, behind, length, chunks, **how)
     far_key, far_value = new(rows, length, dim), new(rows, length, width)
     of_far_keys = new(batch, kv_heads, chunks, dim * features + features + 2)
     _of_far_keys[(chunks, rows)](
         key, value, visible, position, order, frequencies, key_weight, key_norm, log_decay, gone, exponents,
-        query_exponents, grad_output, delta, states, far_key, far_value, of_far_keys, *of_key, *of_value,
+        query_exponents, grad_output, delta, states, behind, far_key, far_value, of_far_keys, *of_key, *of_value,
         length, chunks, scaling**0.5, FAR=far, num_stages=2, **shared, **turns, **map_sizes, **with_types,
     )  # fmt: skip
     lives = None

@@ -137,16 +137,8 @@ def backward(
     from hf_linear_attention.kernels import triton_backward
 
     found: dict = {}
-    for name in (
-        "_list",
-        "_exponents",
-        "_states",
-        "_of_queries",
-        "_states_behind",
-        "_of_far_keys",
-        "_lives",
-        "_of_keys",
-    ):
+    of_forward, last = ("_list", "_exponents", "_states"), ("_of_far_keys", "_lives", "_of_keys")
+    for name in (*of_forward, "_of_far_queries", "_of_queries", "_states_behind", *last):
         setattr(triton_backward, name, Compiled(getattr(triton_backward, name), found))
     batch, kv_heads, window, sinks, length = 1, 8, tokens // 4, 4, 16 * tokens
     kept, heads = 0 if is_plain else tokens - window - features, kv_heads * groups

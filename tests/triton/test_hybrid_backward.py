@@ -12,8 +12,9 @@ from hf_linear_attention.kernels import triton_backward, triton_prefill
 
 assert triton_interpreter
 # Relative to the norm of a gradient: float32 in another order, and numbers that are rounded to bfloat16 (4e-3) before
-# and after each product; of a parameter, which all tokens share, much cancels.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# and after each product. That of a decay is one number of which nearly all cancels; C has an error of 1e-5, too.
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
+OF_DECAY = {torch.float32: 5e-5, torch.bfloat16: 2e-2}
 CASES = {
     "default": (EXACT | ROTARY | {"trained_length": 4096}, {}, 150),
     "beyond the trained length": (EXACT | ROTARY | {"trained_length": 30}, {"is_interleaved": True}, 90),
@@ -64,4 +65,5 @@ def test_gradients_are_those_of_the_mechanism(name, dtype, pads, monkeypatch):
     actual = gradients(mechanism, inputs, direction)
     assert ran == ["triton_prefill", "triton_backward"]
     errors = {part: relative(actual[part], x) for part, x in expected.items()}
+    assert errors.pop("decay.rate", 0.0) < OF_DECAY[dtype]
     assert max(errors.values()) < TOLERANCE[dtype], errors
