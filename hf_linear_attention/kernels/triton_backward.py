@@ -194,7 +194,7 @@ def _of_queries(
         other=0.0,
     )
     of_head = head.to(tl.int64) * N + n
-    lse = tl.load(size + of_head, mask=real, other=EMPTY)
+    lse = tl.load(size + of_head, mask=real, other=0.0)
     average = tl.load(delta + of_head, mask=real, other=0.0)
     grad_query += b * grad_batch + own_head.to(tl.int64) * grad_head + n.to(tl.int64)[:, None] * grad_row + c[None, :]
     grad = tl.zeros([C, DP], tl.float32)
