@@ -665,7 +665,7 @@ def run(
     _of_far_keys[(chunks, rows)](
         key, value, visible, position, order, frequencies, key_weight, key_norm, log_decay, gone, exponents,
         query_exponents, grad_output, delta, states, behind, far_key, far_value, of_far_keys, *of_key, *of_value,
-        length, chunks, scaling**0.5, FAR=far, num_stages=2, **shared, **turns, **map_sizes, **with_types,
+        length, chunks, scaling**0.5, FAR=far, num_stages=1, **shared, **turns, **map_sizes, **with_types,
     )  # fmt: skip
     lives = None
     if count:

@@ -17,6 +17,11 @@ COSINE = 32
 KNOWN = {
     **{("prefill", "_outputs", "sm_80"): 192, ("prefill", "_outputs", "sm_90"): 48},
     **{("prompt", "_outputs", "sm_80"): 72, ("prompt", "_exponents", "sm_100"): 40},
+    # Of them, too, most is where queries are beyond the trained length.
+    **{("backward", "_of_queries", "sm_80"): 328, ("backward", "_of_far_queries", "sm_90"): 48},
+    **{("backward", "_of_far_keys", "sm_80"): 272, ("backward", "_of_far_keys", "sm_90"): 88},
+    **{("backward", "_of_keys", "sm_80"): 560, ("backward", "_of_keys", "sm_90"): 128},
+    ("backward", "_exponents", "sm_100"): 40,
 }
 
 

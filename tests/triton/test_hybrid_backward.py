@@ -67,3 +67,45 @@ def test_gradients_are_those_of_the_mechanism(name, dtype, pads, monkeypatch):
     errors = {part: relative(actual[part], x) for part, x in expected.items()}
     assert errors.pop("decay.rate", 0.0) < OF_DECAY[dtype]
     assert max(errors.values()) < TOLERANCE[dtype], errors
+
+
+def test_under_autocast_products_have_the_dtype_of_values(monkeypatch):
+    """Rotary positions make queries and keys float32 there, whereas values and the output's gradient are rounded."""
+    settings, shape, length = CASES["grouped heads"]
+    mechanism, wide = mechanisms(settings, torch.float32, **shape)
+    inputs = tokens(mechanism, 0, length, torch.float32, heads=shape["heads"])
+    inputs = inputs._replace(value=inputs.value.bfloat16(), gates=inputs.gates.detach())
+    direction = torch.randn(2, length, *inputs.query.shape[1::2])
+    expected = gradients(wide, type(inputs)(*widened(inputs)), direction)
+    on_cuda(monkeypatch)
+    actual = gradients(mechanism, inputs, direction)
+    assert actual["query"].dtype == torch.float32
+    assert actual["value"].dtype == torch.bfloat16
+    errors = {part: relative(actual[part], x) for part, x in expected.items()}
+    assert max(errors.values()) < TOLERANCE[torch.bfloat16], errors
+
+
+def test_gradients_of_a_state_and_second_derivatives_are_those_of_torch(monkeypatch):
+    """Both go through plain operations; a second part after a state has gradients without the kernels."""
+    settings, shape, length = CASES["some columns turn"]
+    sizes = {"heads": shape["heads"], "dim": shape["dim"]}
+    mechanism, wide = mechanisms(settings, torch.float32, **shape)
+    parts = [tokens(mechanism, *ends, torch.float32, **sizes) for ends in ((0, length), (length, length + 5))]
+    parts = [x._replace(gates=x.gates.detach()) for x in parts]
+
+    def found(mechanism, parts):
+        leaves = [x.clone().requires_grad_() for x in parts[0][:3]]
+        output, state = mechanism(type(parts[0])(*leaves, *parts[0][3:]))
+        last, _ = mechanism(parts[1], state)
+        grads = torch.autograd.grad(output.square().sum() + last.square().sum(), leaves, retain_graph=True)
+        first = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(x.square().sum() for x in first), [*leaves, *mechanism.mix.parameters()])
+        return [*grads, *second]
+
+    expected = found(wide, [type(x)(*widened(x)) for x in parts])
+    ran = on_cuda(monkeypatch)
+    actual = found(mechanism, parts)
+    # In the last call, the gradient of `output` that comes from its square has none itself.
+    assert ran == ["triton_prefill", "triton_backward"]
+    for a, b in zip(actual, expected, strict=True):
+        assert relative(a, b) < 1e-5  # squares of squares
