@@ -27,6 +27,8 @@ from .operators import Operator, gradient_like, or_nothing, register, saving
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Those of the largest blocks that stay in registers.
 MOST_COLUMNS, MOST_WEIGHTS, MOST_GROUPS, MOST_SINKS = 256, 16384, 32, 64
+# With gradients: the largest for which the kernels were compiled, with 144 KB of shared memory.
+MOST_COLUMNS_TRAINED, MOST_WEIGHTS_TRAINED = 128, 8192
 
 STEP = (
     "Tensor query, Tensor key, Tensor value, Tensor? score, Tensor? slope, Tensor? position, "
@@ -70,11 +72,14 @@ def takes(
     if needs_plain(query) or not is_installed():
         return False
     features, columns = key_weight.shape[2], max(query.shape[3], value.shape[3])
+    most_columns, most_weights = MOST_COLUMNS, MOST_WEIGHTS
+    if torch.is_grad_enabled():
+        most_columns, most_weights = MOST_COLUMNS_TRAINED, MOST_WEIGHTS_TRAINED
     return (
         function == EXP
         and all(x.dtype in DTYPES for x in (query, key, value))
-        and 0 < columns <= MOST_COLUMNS
-        and features * columns <= MOST_WEIGHTS
+        and 0 < columns <= most_columns
+        and features * columns <= most_weights
         and query.shape[1] // key.shape[1] <= MOST_GROUPS
         and sink_key.shape[2] <= MOST_SINKS
         and query.shape[0] > 0
