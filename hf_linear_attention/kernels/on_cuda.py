@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..features.maps import ExpFeatureMap
@@ -21,6 +22,8 @@ def hybrid_on_cuda(
     """The output `[B, H, N, W]` and the new sums, if Triton takes these tensors."""
     query = inputs.query
     if not fla.is_on_cuda(query) or not triton_hybrid.takes(query, line.key, line.value, sinks[0], *_map_of(mechanism)):
+        return None
+    if torch.is_grad_enabled() and (sums is not None or line.key.shape[2] != query.shape[2]):
         return None
     count, (_, first, is_interleaved, trained_length) = mechanism.num_exact_keys, mechanism.turns
     old, kept = (sums[0], sums[1:]) if count and sums is not None else (sums, ())

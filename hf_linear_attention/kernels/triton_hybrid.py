@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hybrid` on CUDA by Triton kernels: which calls they take, and the operators that run them.
 
-A decoding step is three launches (triton_step.py), and reading many tokens at most thirteen (triton_prefill.py); the
-scores of keys are one more (triton_scores.py). Only without gradients: training on CUDA, packed sequences and the
-feature map of Hedgehog stay with torch and fla-core. Triton is imported by the first call that it takes.
+A decoding step is three launches (triton_step.py), reading many tokens at most thirteen (triton_prefill.py), the scores
+of keys one (triton_scores.py), and the gradients of whole sequences eleven and some of torch (triton_backward.py).
+Gradients through a state, packed sequences and the feature map of Hedgehog stay with torch and fla-core. Triton is
+imported by the first call that it takes.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..torch_kernels.blocks import EXP, needs_plain
+from ..torch_kernels.blocks import EXP, accumulated, needs_plain
+from ..torch_kernels.causal import gradients_with_graph
 from . import fla
 from .checks import check_blocks, check_shape
 from .hybrid import check_hybrid
 from .hybrid_arguments import HybridArguments, StepArguments
+from .hybrid_in_torch import hybrid_in_torch
 from .hybrid_step import PLACES, check_hybrid_step
-from .operators import Operator, register
+from .operators import Operator, gradient_like, or_nothing, register, saving
 
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Those of the largest blocks that stay in registers.
 MOST_COLUMNS, MOST_WEIGHTS, MOST_GROUPS, MOST_SINKS, MOST_SCORES = 256, 16384, 32, 64, 64
+# With gradients: the largest for which the kernels were compiled, with 144 KB of shared memory.
+MOST_COLUMNS_TRAINED, MOST_WEIGHTS_TRAINED = 128, 8192
 
 STEP = (
     "Tensor query, Tensor key, Tensor value, Tensor? score, Tensor? slope, Tensor? position, "
@@ -36,6 +41,15 @@ STEP = (
     "int trained_length, float scaling, float slope_scale, bool is_rate"
 )
 POSITION, STEP_STATE = 5, 11  # places among these arguments
+# The same without what comes before, where there are gradients.
+TRAINING = (
+    "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor sink_key, Tensor sink_value, Tensor seen, "
+    "Tensor? score, Tensor? position, Tensor? key_position, Tensor key_weight, Tensor? key_bias, Tensor? key_norm, "
+    "Tensor query_weight, Tensor? log_decay, Tensor log_scale, Tensor norm_weight, Tensor? frequencies, int window, "
+    "int count, int first_turned, bool is_interleaved, int trained_length, float scaling, bool is_rate"
+)
+TRAINING_TENSORS = 18
+DIFFERENTIABLE = (0, 1, 2, 4, 5, *range(10, 17))
 PREFILL = (
     "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor sink_key, Tensor sink_value, Tensor seen, "
     "Tensor? score, Tensor? position, Tensor? key_position, Tensor key_weight, Tensor? key_bias, Tensor? key_norm, "
@@ -54,21 +68,24 @@ def is_installed() -> bool:
 def takes(
     query: Tensor, key: Tensor, value: Tensor, sink_key: Tensor, key_weight: Tensor, function: int
 ) -> bool:  # fmt: skip
-    """Whether the kernels compute `hybrid` for these tensors on CUDA: without gradients, of sizes for which they are.
+    """Whether the kernels compute `hybrid` for these tensors on CUDA, which are of sizes for which they are.
 
     Args:
         key_weight: `[Hkv, D, F]`, of the feature map whose function is `function`.
     """
-    if torch.is_grad_enabled() or needs_plain(query) or not is_installed():
+    if needs_plain(query) or not is_installed():
         return False
     if not query.ndim == key.ndim == value.ndim == sink_key.ndim == 4 or not key.shape[1]:
         return False  # torch says what is wrong
     features, columns = key_weight.shape[2], max(query.shape[3], value.shape[3])
+    most_columns, most_weights = MOST_COLUMNS, MOST_WEIGHTS
+    if torch.is_grad_enabled():
+        most_columns, most_weights = MOST_COLUMNS_TRAINED, MOST_WEIGHTS_TRAINED
     return (
         function == EXP
         and all(x.dtype in DTYPES for x in (query, key, value))
-        and 0 < columns <= MOST_COLUMNS
-        and features * columns <= MOST_WEIGHTS
+        and 0 < columns <= most_columns
+        and features * columns <= most_weights
         and query.shape[1] // key.shape[1] <= MOST_GROUPS
         and sink_key.shape[2] <= MOST_SINKS
         and query.shape[0] > 0
@@ -127,7 +144,8 @@ def prefill(
         frequencies, first_turned, trained_length, log_decay, is_rate: see `step`.
 
     Returns:
-        The output `[B, N, H, W]`, the sums and the tensors of `Kept` after the last token.
+        The output `[B, N, H, W]`, the sums and the tensors of `Kept` after the last token; with gradients, if nothing
+        comes before.
     """
     query, key, value, *sinks = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, sink_key, sink_value)
@@ -135,9 +153,14 @@ def prefill(
     places = [None if x is None else x.contiguous() for x in (position, key_position)]
     given: Any = (query, key, value, visible.contiguous(), *sinks, seen.contiguous(), score, *places)
     parameters = [None if x is None else x.contiguous() for x in (key_weight, key_bias, key_norm, query_weight)]
-    given = (*given, *parameters, log_decay, sums, [x.contiguous() for x in kept], log_scale, norm_weight, frequencies)
+    given = (*given, *parameters, log_decay)
+    before: Any = () if torch.is_grad_enabled() else (sums, [x.contiguous() for x in kept])
+    last = log_scale, norm_weight, frequencies
     how = window, count, first_turned, is_interleaved, trained_length, scaling, is_rate
-    output, new_sums, *new = OPERATORS.hybrid_on_cuda(*given, *how)
+    if torch.is_grad_enabled():
+        output, _, _, _, new_sums, *new = OPERATORS.hybrid_training_on_cuda(*given, *last, *how)
+        return output, new_sums, new[: (4 + (key_position is not None)) * (count > 0)]
+    output, new_sums, *new = OPERATORS.hybrid_on_cuda(*given, *before, *last, *how)
     return output, new_sums, new
 
 
@@ -221,6 +244,77 @@ def _frequencies(frequencies: Tensor | None, query: Tensor) -> list[float]:
     return [0.0] * frequencies.shape[0]
 
 
+def _train(*given: Any) -> tuple[Tensor, ...]:
+    from .triton_prefill import run
+
+    output, size, _, _, sums, *kept = _fake_train(*given)
+    new = kept[: (4 + (given[9] is not None)) * (given[19] > 0)]
+    call = cast(Any, run)(*given[:15], None, (), *given[15:], out=output, new_sums=sums, new_kept=new, size=size)
+    chosen = (size.new_empty(0, dtype=torch.int32) if x is None else x for x in call)
+    return (output, size, *chosen, sums, *kept)
+
+
+def _fake_train(*given: Any) -> tuple[Tensor, ...]:
+    query, count = given[0], given[19]
+    output, sums, *kept = _fake_prefill(*given[:15], None, (), *given[15:])
+    (batch, length, heads, _), rows = output.shape, query.shape[0] * given[1].shape[1]
+    size = query.new_empty(batch, heads, length, dtype=torch.float32)
+    lengths = (count + length, length) if count else ()
+    chosen = [query.new_empty(rows, n, dtype=torch.int32) for n in lengths]
+    chosen = chosen or [query.new_empty(0, dtype=torch.int32) for _ in range(2)]
+    return (output, size, *chosen, sums, *kept, *(query.new_empty(0) for _ in range(5 - len(kept))))
+
+
+def _train_backward(grad_output: Tensor, *given: Any) -> list[Tensor]:
+    from .triton_backward import run
+
+    query, key, value, visible, sink_key, sink_value, seen, _, position, _, *others, output, size, leave, gone = given
+    tensors = query, key, value, visible, sink_key, sink_value, seen, position
+    found = cast(Any, run)(grad_output.contiguous(), output, size, leave, gone, *tensors, *others)
+    return [or_nothing(x, query) for x in found]
+
+
+def _fake_train_backward(grad_output: Tensor, *given: Any) -> list[Tensor]:
+    tensors = [given[place] for place in DIFFERENTIABLE]
+    others = [None if x is None else x.new_empty(x.shape) for x in tensors[3:]]
+    return [*map(gradient_like, tensors[:3]), *(or_nothing(x, given[0]) for x in others)]
+
+
+def _differentiate(ctx: Any, grad_output: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, output, size, leave, gone = ctx.saved_tensors
+    of_state = grads[3:6]
+    if torch.is_grad_enabled() or any(x is not None for x in of_state):
+        with torch.enable_grad():
+            found = gradients_with_graph(lambda *x: _train_in_torch(*x, *ctx.how), inputs, (grad_output, *of_state))
+        found = found if torch.is_grad_enabled() else [None if x is None else x.detach() for x in found]
+    else:
+        given = (grad_output, *inputs, *ctx.how, output, size, leave, gone)
+        made = iter(() if grad_output is None else OPERATORS.hybrid_training_backward_on_cuda(*given))
+        found = [next(made, None) if place in DIFFERENTIABLE else None for place in range(TRAINING_TENSORS)]
+    needed = ctx.needs_input_grad
+    return *(grad if need else None for grad, need in zip(found, needed)), *(None for _ in ctx.how)
+
+
+def _train_in_torch(*given: Any) -> list[Tensor]:
+    """The output, the sums, and the keys and values that are kept, in operations that torch can differentiate twice."""
+    query, key_weight, key_bias, key_norm, query_weight, log_decay, log_scale, norm_weight = (
+        given[place] for place in (0, *range(10, 17))
+    )
+    frequencies, window, count, first, is_interleaved, trained_length, scaling, is_rate = given[17:]
+    if log_decay is not None and is_rate:
+        log_decay = -torch.nn.functional.softplus(accumulated(log_decay))
+    norm, root = None if key_norm is None else key_norm * scaling, scaling**0.5
+    maps = key_weight * root, key_bias, norm, query_weight * root, log_scale, norm_weight
+    score, position, key_position = given[7:10]
+    turns = () if frequencies is None else tuple(frequencies.tolist()), first, is_interleaved, trained_length
+    arguments: Any = (
+        *(*given[:7], log_decay, None, *maps, *[None] * 5, score, position, key_position),
+        *(EXP, window, scaling, *turns, count),
+    )
+    output, *state = hybrid_in_torch(HybridArguments(*arguments))
+    return [output.to(query.dtype), *state[:3]]
+
+
 def _in_order(state: Sequence[Tensor]) -> list[Tensor | None]:
     return [None if place is None else state[place] for place in PLACES[len(state)]]
 
@@ -265,6 +359,18 @@ OPERATORS = register(
     {
         "scores_on_cuda": Operator("(Tensor hidden, Tensor weight) -> Tensor", _scores, _fake_scores),
         "hybrid_on_cuda": Operator(f"({PREFILL}) -> Tensor[]", _prefill, _fake_prefill),
+        "hybrid_training_on_cuda": Operator(
+            f"({TRAINING}) -> ({', '.join(['Tensor'] * 10)})",
+            _train,
+            _fake_train,
+            _differentiate,
+            saving(TRAINING_TENSORS, outputs=4, constants=[1, 2, 3, 7, 8, 9]),
+        ),
+        "hybrid_training_backward_on_cuda": Operator(
+            f"(Tensor grad_output, {TRAINING}, Tensor output, Tensor size, Tensor leave, Tensor gone) -> Tensor[]",
+            _train_backward,
+            _fake_train_backward,
+        ),
         "hybrid_step_on_cuda": Operator(f"({STEP.format('Tensor[]')}) -> Tensor[]", _step, _fake_step),
         "hybrid_step_on_cuda_": Operator(f"({STEP.format('Tensor(a!)[]')}) -> Tensor", _step_, _fake_step_),
     }

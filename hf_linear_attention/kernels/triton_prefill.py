@@ -399,8 +399,8 @@ def _states(
 def _outputs(
     query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,
     query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position, turned,
-    leave, listed, counts, gone, exponents, states, out, query_batch, query_head, query_row, key_batch, key_head,
-    key_row, value_batch, value_head, value_row,
+    leave, listed, counts, gone, exponents, states, out, size_of, query_batch, query_head, query_row, key_batch,
+    key_head, key_row, value_batch, value_head, value_row,
     sink_key_batch, sink_key_head, sink_key_row, sink_value_batch, sink_value_head, sink_value_row,
     before, L, N, K, scaling, root, trained,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
@@ -548,6 +548,9 @@ def _outputs(
     output = output * keep[:, None] + tl.dot(pairs.to(T), values.to(T), input_precision="ieee") * grow[:, None]
     total = total * keep + size * grow
     output = output / tl.where(total > 0, total, 1.0)[:, None]  # padding sees no key
+    if size_of is not None:
+        log_size = tl.where(total > 0, new + tl.log(tl.where(total > 0, total, 1.0)), EMPTY)
+        tl.store(size_of + head.to(tl.int64) * N + n, log_size, mask=real)
     at = ((b * N + n) * (HKV * G) + own_head)[:, None] * V + cv[None, :]
     tl.store(out + at, output.to(out.dtype.element_ty), mask=real[:, None] & (cv < V)[None, :])
 
@@ -629,16 +632,24 @@ def choose(
     given = scores, *sorted_scores, bounds
     _bounds[(rows, groups)](*given, length, chunks, IN_GROUP=of_group, BLOCK=LISTED, num_warps=8, **shared)
     _choose[(rows, chunks)](*given, leave, gone, length, chunks, **shared)
-    room = count + CHUNK
-    how: dict[str, Any] = {"ROOM": room, "GROUP": of_group, "BLOCK": LISTED, "num_warps": 8, **shared}
-    of_groups: list[Tensor | None] = [None, None]
+    return leave, gone, *lists_of(leave, length, count)
+
+
+def lists_of(leave: Tensor, length: int, count: int) -> tuple[Tensor, Tensor]:
+    """The keys that each chunk sees and those that are kept after the last, int32 `[B Hkv, K + 1, M + C]`, and how many
+    of them, `[B Hkv, K + 1]`; `leave` is what `choose` returns.
+    """
+    rows, chunks, room = leave.shape[0], -(-length // CHUNK), count + CHUNK
+    of_group = max(GROUP, -(-chunks // MOST_GROUPS))
     groups = chunks // of_group + 1
+    sizes: dict[str, Any] = {"ROOM": room, "M": count, "C": CHUNK, "GROUP": of_group, "BLOCK": LISTED, "num_warps": 8}
+    of_groups: list[Tensor | None] = [None, None]
     if groups > 1:
-        of_groups = [new(groups, room), new(groups)]
-        _list[(rows, groups)](leave, None, None, *of_groups, length, chunks, of_group, groups, **how)
-    listed, counts = new(chunks + 1, room), new(chunks + 1)
-    _list[(rows, chunks + 1)](leave, *of_groups, listed, counts, length, chunks, 1, groups, **how)
-    return leave, gone, listed, counts
+        of_groups = [leave.new_empty(rows, groups, room), leave.new_empty(rows, groups)]
+        _list[(rows, groups)](leave, None, None, *of_groups, length, chunks, of_group, groups, **sizes)
+    listed, counts = leave.new_empty(rows, chunks + 1, room), leave.new_empty(rows, chunks + 1)
+    _list[(rows, chunks + 1)](leave, *of_groups, listed, counts, length, chunks, 1, groups, **sizes)
+    return listed, counts
 
 
 def run(
@@ -647,9 +658,10 @@ def run(
     key_bias: Tensor | None, key_norm: Tensor | None, query_weight: Tensor, log_decay: Tensor | None,
     sums: Tensor | None, kept: Sequence[Tensor], log_scale: Tensor, norm_weight: Tensor, frequencies: Tensor | None,
     window: int, count: int, first_turned: int, is_interleaved: bool, trained_length: int, scaling: float,
-    is_rate: bool, out: Tensor, new_sums: Tensor, new_kept: Sequence[Tensor],
-) -> None:  # fmt: skip
-    """Write the output `out [B, N, H, W]`, and the sums and the exact keys after the last token.
+    is_rate: bool, out: Tensor, new_sums: Tensor, new_kept: Sequence[Tensor], size: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Write the output `out [B, N, H, W]`, the sums and the exact keys after the last token, and the logarithm of the
+    denominator of each query, `size [B, H, N]`; returns what `_choose` writes, if there are exact keys.
 
     See `HybridArguments` for the arguments, and `triton_step.run` for those of the map.
     """
@@ -676,7 +688,7 @@ def run(
     if count:
         given = score, visible, kept_score, kept_age, strides[3]
         leave, gone, listed, counts = choose(*given, before=before, length=length, window=window, count=count)
-    exact = query.dtype if query.dtype == key.dtype == value.dtype else torch.float32
+    exact = value.dtype  # under autocast, rotary positions make queries and keys float32
     # Exponents need all digits, which products of three halves have, too; those of float32 are exact.
     precision = "ieee" if exact == torch.float32 else "tf32x3"
     unused = gone if gone is not None else order
@@ -720,7 +732,7 @@ def run(
     _outputs[(chunks, batch * heads)](
         query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,
         query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position, turned,
-        leave, listed, counts, unused, exponents, states, out, *strides[0], *strides[1], *strides[2], *strides[4],
+        leave, listed, counts, unused, exponents, states, out, size, *strides[0], *strides[1], *strides[2], *strides[4],
         *strides[5], *where.values(),
         chunks, scaling, scaling**0.5,
         trained_length,
@@ -737,3 +749,4 @@ def run(
             *where.values(), chunks,
             D=dim, DP=columns, V=width, VP=value_columns, ROOM=count + CHUNK, BLOCK=64, **shared,
         )  # fmt: skip
+    return leave, gone

@@ -72,7 +72,12 @@ def _log_decay(log_decay, h, IS_RATE: tl.constexpr):
     else:
         found = tl.load(log_decay + h).to(tl.float32)
         if IS_RATE:
-            found = -tl.maximum(found, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(found)))
+            # log(1 + x) = 2 artanh(x / (2 + x)) by its series: 1 + x has lost most digits of a slow decay's x.
+            x = tl.exp(-tl.abs(found))
+            z = x / (2.0 + x)
+            w = z * z
+            series = 1 + w * (1 / 3 + w * (1 / 5 + w * (1 / 7 + w * (1 / 9 + w * (1 / 11 + w / 13)))))
+            found = -tl.maximum(found, 0.0) - 2.0 * z * series
     return found
 
 

@@ -38,7 +38,10 @@ VIEWS = frozenset(
 # Operators whose number of results the host has to wait for.
 WAITING = frozenset(["nonzero", "masked_select", "is_nonzero", "equal", "unique2", "_unique2"])
 # Launches of our Triton operators, in whose form for fake tensors nothing runs: those of their launchers.
-OF_TRITON = {"hybrid_on_cuda": 13, "hybrid_step_on_cuda": 3, "hybrid_step_on_cuda_": 3}
+OF_TRITON = {
+    **{"hybrid_on_cuda": 13, "hybrid_step_on_cuda": 3, "hybrid_step_on_cuda_": 3},
+    **{"hybrid_training_on_cuda": 13, "hybrid_training_backward_on_cuda": 22},  # with those of torch, such as sums
+}
 # Launches of fla-core 0.6's functions, forward and backward: estimates, which no GPU and no test has counted.
 LAUNCHES = {"gla": (5, 7), "recurrent": (1, 2), "simple_gla": (2, 4), "delta": (7, 12)}
 

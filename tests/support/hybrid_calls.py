@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from matrix import hidden_states_of, mechanism_of, move, qkv
 
-from hf_linear_attention.kernels import fla, triton_prefill, triton_step
+from hf_linear_attention.kernels import fla, triton_backward, triton_prefill, triton_step
 from hf_linear_attention.mechanisms.base import MechanismInputs, Rotary
 
 
@@ -19,7 +19,7 @@ def on_cuda(monkeypatch) -> list[str]:
     """CPU tensors are taken for tensors on CUDA; the list gets the name of the module of each kernel that runs."""
     ran: list[str] = []
     monkeypatch.setattr(fla, "is_on_cuda", lambda tensor: True)
-    for module in (triton_prefill, triton_step):
+    for module in (triton_prefill, triton_backward, triton_step):
 
         def run(*given, module=module, launch=module.run, **others):
             ran.append(module.__name__.split(".")[-1])

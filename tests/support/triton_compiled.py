@@ -141,6 +141,43 @@ def plain_prompt(*case: Any) -> dict:
     return prefill(*case, is_first=True, is_plain=True)
 
 
+def backward(
+    dtype: torch.dtype, dim: int, groups: int, tokens: int, features: int, is_plain: bool = False
+) -> dict:  # fmt: skip
+    """What the kernels of the gradients need, for the sizes of a state of so many tokens."""
+    from hf_linear_attention.kernels import triton_backward
+
+    found: dict = {}
+    of_forward, last = ("_list", "_exponents", "_states"), ("_of_far_keys", "_lives", "_of_keys")
+    for name in (*of_forward, "_of_far_queries", "_of_queries", "_states_behind", *last):
+        setattr(triton_backward, name, Compiled(getattr(triton_backward, name), found))
+    batch, kv_heads, window, sinks, length = 1, 8, tokens // 4, 4, 16 * tokens
+    kept, heads = 0 if is_plain else tokens - window - features, kv_heads * groups
+
+    def of(*shape, kind=torch.float32):
+        return torch.empty(*shape, dtype=kind, device="meta")
+
+    number, boolean, of_head = torch.int32, torch.bool, (kv_heads, 1)
+    rows = [of(batch, n, length, dim, kind=dtype) for n in (heads, kv_heads, kv_heads)]
+    sink_rows = [of(batch, kv_heads, sinks, dim, kind=dtype) for _ in range(2)]
+    # Parameters stay in float32 in training.
+    maps = of(kv_heads, dim, features), of(*of_head, features), of(*of_head, 1), of(heads, dim, features)
+    triton_backward.run(
+        *(of(batch, length, heads, dim, kind=dtype) for _ in range(2)), of(batch, heads, length),
+        of(kv_heads, kept + length, kind=number), of(kv_heads, length, kind=number), *rows,
+        of(batch, length, kind=boolean), *sink_rows, of(batch, length, sinks, kind=boolean),
+        None if is_plain else of(batch, length, kind=number), *maps, None if is_plain else of(kv_heads), of(heads),
+        of(heads), None if is_plain else of(dim // 2), window, kept, 0 if is_plain else dim // 8, False, 16 * tokens,
+        dim**-0.5, True,
+    )  # fmt: skip
+    return found
+
+
+def plain_backward(*case: Any) -> dict:
+    """The same without exact keys, positions and decay."""
+    return backward(*case, is_plain=True)
+
+
 def prefill(
     dtype: torch.dtype,
     dim: int,

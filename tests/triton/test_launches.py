@@ -10,7 +10,7 @@ from hybrid_calls import EXACT, ROTARY, mechanisms, on_cuda, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
-from hf_linear_attention.kernels import triton_prefill, triton_step
+from hf_linear_attention.kernels import triton_backward, triton_prefill, triton_step
 
 
 assert triton_interpreter
@@ -40,22 +40,35 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
-    ("operator", "module", "length"), [("hybrid_on_cuda", triton_prefill, 140), ("hybrid_step_on_cuda", triton_step, 1)]
+    ("operator", "module", "length"),
+    [
+        ("hybrid_on_cuda", triton_prefill, 140),
+        ("hybrid_step_on_cuda", triton_step, 1),
+        ("hybrid_training_on_cuda", triton_prefill, 140),
+        ("hybrid_training_backward_on_cuda", triton_backward, 140),
+    ],
 )
 def test_an_operator_is_as_many_launches_as_fake_cuda_counts(operator, module, length, monkeypatch):
-    monkeypatch.setattr(triton_prefill, "GROUP", 1)
+    for each in (triton_prefill, triton_backward):
+        monkeypatch.setattr(each, "GROUP", 1)
+    trains = "training" in operator
     mechanism, _ = mechanisms(EXACT | ROTARY | {"trained_length": 12}, torch.float32)
-    state = mechanism(tokens(mechanism, 0, 14, torch.float32))[1]
-    more = tokens(mechanism, 14, 14 + length, torch.float32)
-    on_cuda(monkeypatch)
-    launch, launches = module.run, Launches(monkeypatch)
+    with torch.set_grad_enabled(trains):
+        state = None if trains else mechanism(tokens(mechanism, 0, 14, torch.float32))[1]
+        more = tokens(mechanism, 14, 14 + length, torch.float32)
+        on_cuda(monkeypatch)
+        launch, launches, names = module.run, Launches(monkeypatch), []
 
-    def run(*given, **others):
-        with launches:
-            launch(*given, **others)
+        def run(*given, **others):
+            launches.names = []
+            with launches:
+                found = launch(*given, **others)
+            names.extend(launches.names)
+            return found
 
-    monkeypatch.setattr(module, "run", run)
-    mechanism(more, state)
-    assert len(launches.names) == OF_TRITON[operator], launches.names
+        monkeypatch.setattr(module, "run", run)
+        output, _ = mechanism(more, state)
+        if trains:
+            output.sum().backward()
+    assert len(names) == OF_TRITON[operator], " ".join(names)

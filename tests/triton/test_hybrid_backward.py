@@ -1,0 +1,111 @@
+"""The gradients of `hybrid` by Triton against the mechanism in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton_interpreter
+from hybrid_calls import EXACT, ROTARY, mechanisms, on_cuda, relative, tokens, widened
+
+from hf_linear_attention.kernels import triton_backward, triton_prefill
+
+
+assert triton_interpreter
+# Relative to the norm of a gradient: float32 in another order, and numbers that are rounded to bfloat16 (4e-3) before
+# and after each product. That of a decay is one number of which nearly all cancels; C has an error of 1e-5, too.
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
+OF_DECAY = {torch.float32: 5e-5, torch.bfloat16: 2e-2}
+CASES = {
+    "default": (EXACT | ROTARY | {"trained_length": 4096}, {}, 150),
+    "beyond the trained length": (EXACT | ROTARY | {"trained_length": 30}, {"is_interleaved": True}, 90),
+    "grouped heads": (EXACT | ROTARY | {"trained_length": 30}, {"heads": (3, 1)}, 80),
+    "some columns turn": (EXACT | ROTARY | {"trained_length": 12}, {"pairs": 5, "dim": 24, "heads": (4, 2)}, 70),
+    "without positions": (EXACT | {"trained_length": None}, {"pairs": 0}, 75),
+    "without exact keys": ({**EXACT, "num_exact_keys": 0} | ROTARY, {}, 140),
+    "without sinks and decay": (EXACT | ROTARY | {"num_sinks": 0, "decay": "none"}, {"heads": (2, 2)}, 70),
+    "many keys": ({**EXACT, "window_size": 70, "num_exact_keys": 90} | ROTARY | {"trained_length": 100}, {}, 230),
+    "fewer tokens than the window": ({**EXACT, "window_size": 70} | ROTARY, {}, 40),
+    "80 columns": (EXACT | ROTARY, {"dim": 80}, 70),
+    "groups": (EXACT | ROTARY | {"trained_length": 4096}, {}, 330),
+}
+RUNS = [
+    *((name, torch.float32, False) for name in CASES),
+    *(("grouped heads", torch.bfloat16, False), ("many keys", torch.float32, True)),
+    *(("without exact keys", torch.float32, True), ("groups", torch.float32, True)),
+]
+
+
+def gradients(mechanism, inputs, direction):
+    """The output, and the gradients of queries, keys, values and parameters by name."""
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    parameters = {name: x for name, x in mechanism.named_parameters() if x.requires_grad}
+    output = mechanism(type(inputs)(*leaves, *inputs[3:]))[0]
+    if inputs.attention_mask is not None:
+        output = output * inputs.attention_mask[:, :, None, None]
+    grads = torch.autograd.grad((output * direction.to(output.dtype)).sum(), [*leaves, *parameters.values()])
+    return dict(zip(("output", "query", "key", "value", *parameters), (output.detach(), *grads), strict=True))
+
+
+@pytest.mark.parametrize(("name", "dtype", "pads"), RUNS)
+def test_gradients_are_those_of_the_mechanism(name, dtype, pads, monkeypatch):
+    settings, shape, length = CASES[name]
+    for module in (triton_prefill, triton_backward):
+        monkeypatch.setattr(module, "GROUP", 2)
+    mechanism, wide = mechanisms(settings, dtype, **shape)
+    sizes = {key: shape[key] for key in ("heads", "dim") if key in shape}
+    inputs = tokens(mechanism, 0, length, dtype, **sizes)
+    if pads:
+        mask = torch.ones(2, length, dtype=torch.bool)
+        mask[0, : length // 3] = False
+        inputs = inputs._replace(attention_mask=mask)
+    inputs = inputs._replace(gates=None if inputs.gates is None else inputs.gates.detach())
+    direction = torch.randn(2, length, *inputs.query.shape[1::2])
+    expected = gradients(wide, type(inputs)(*widened(inputs)), direction)
+    ran = on_cuda(monkeypatch)
+    actual = gradients(mechanism, inputs, direction)
+    assert ran == ["triton_prefill", "triton_backward"]
+    errors = {part: relative(actual[part], x) for part, x in expected.items()}
+    assert errors.pop("decay.rate", 0.0) < OF_DECAY[dtype]
+    assert max(errors.values()) < TOLERANCE[dtype], errors
+
+
+def test_under_autocast_products_have_the_dtype_of_values(monkeypatch):
+    """Rotary positions make queries and keys float32 there, whereas values and the output's gradient are rounded."""
+    settings, shape, length = CASES["grouped heads"]
+    mechanism, wide = mechanisms(settings, torch.float32, **shape)
+    inputs = tokens(mechanism, 0, length, torch.float32, heads=shape["heads"])
+    inputs = inputs._replace(value=inputs.value.bfloat16(), gates=inputs.gates.detach())
+    direction = torch.randn(2, length, *inputs.query.shape[1::2])
+    expected = gradients(wide, type(inputs)(*widened(inputs)), direction)
+    on_cuda(monkeypatch)
+    actual = gradients(mechanism, inputs, direction)
+    assert actual["query"].dtype == torch.float32
+    assert actual["value"].dtype == torch.bfloat16
+    errors = {part: relative(actual[part], x) for part, x in expected.items()}
+    assert max(errors.values()) < TOLERANCE[torch.bfloat16], errors
+
+
+def test_gradients_of_a_state_and_second_derivatives_are_those_of_torch(monkeypatch):
+    """Both go through plain operations; a second part after a state has gradients without the kernels."""
+    settings, shape, length = CASES["some columns turn"]
+    sizes = {"heads": shape["heads"], "dim": shape["dim"]}
+    mechanism, wide = mechanisms(settings, torch.float32, **shape)
+    parts = [tokens(mechanism, *ends, torch.float32, **sizes) for ends in ((0, length), (length, length + 5))]
+    parts = [x._replace(gates=x.gates.detach()) for x in parts]
+
+    def found(mechanism, parts):
+        leaves = [x.clone().requires_grad_() for x in parts[0][:3]]
+        output, state = mechanism(type(parts[0])(*leaves, *parts[0][3:]))
+        last, _ = mechanism(parts[1], state)
+        grads = torch.autograd.grad(output.square().sum() + last.square().sum(), leaves, retain_graph=True)
+        first = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(x.square().sum() for x in first), [*leaves, *mechanism.mix.parameters()])
+        return [*grads, *second]
+
+    expected = found(wide, [type(x)(*widened(x)) for x in parts])
+    ran = on_cuda(monkeypatch)
+    actual = found(mechanism, parts)
+    # In the last call, the gradient of `output` that comes from its square has none itself.
+    assert ran == ["triton_prefill", "triton_backward"]
+    for a, b in zip(actual, expected, strict=True):
+        assert relative(a, b) < 1e-5  # squares of squares
