@@ -145,12 +145,15 @@ OVERRIDDEN: dict[str, tuple[str, str]] = {
 
 
 def left_out(family: str) -> list[str]:
-    """Tests that run no line of ours twice: which of torch's softmax kernels may be used, where no layer has softmax,
-    and the names of the argument `dtype`, of which one family is enough.
+    """Tests that run no line of ours twice: which of torch's softmax kernels may be used, where no layer has softmax;
+    the side of padding where there is none; and masks in half precision and the names of the argument `dtype`, of which
+    one decoder and one encoder are enough.
     """
-    kernels = re.compile("test_eager_matches_sdpa_inference_.*_sdpa_kernels")
-    names = [name for name in dir(common.ModelTesterMixin) if kernels.fullmatch(name)]
-    return names if family == "llama" else [*names, "test_bc_torch_dtype"]
+    twice = ".*_sdpa_kernels|.*_pad_right_no_attn_mask"
+    twice += {"gpt2": "|.*_[bf][fp]16_.*", "vit": "|.*_[bf][fp]16_.*|.*_pad_(left|right)"}.get(family, "")
+    names = re.compile(f"test_eager_matches_sdpa_inference_({twice})")
+    found = [name for name in dir(common.ModelTesterMixin) if names.fullmatch(name)]
+    return found if family == "llama" else [*found, "test_bc_torch_dtype"]
 
 
 def reason_of_override(row: str, test: str) -> str | None:
@@ -194,6 +197,9 @@ def suite(row: Row, linear: bool) -> type[unittest.TestCase]:
         "test_config": test_config,
         "_prepare_for_class": _prepare_for_class,
         "all_model_classes": classes,
+        # Overfitting by a third of the steps at three times the rate.
+        "training_overfit_steps": 100,
+        "training_overfit_learning_rate": 3e-3,
         # Stock BERT, GPT-2 and others of before 2023 are exempt from it; we are not.
         "test_can_init_all_missing_weights_before_2023": linear,
         **FAMILIES[row.family][2],

@@ -10,10 +10,11 @@ from checkpoints import convert_folder, run, save_twin, tiny_tokenizer
 from matrix import stock_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from hf_linear_attention import calibrate, convert
+from hf_linear_attention import calibrate, convert, key_division
 from hf_linear_attention._common import devices
 from hf_linear_attention.conversion import calibration_data, pipeline
 from hf_linear_attention.conversion.verification import TEXTS
+from hf_linear_attention.key_division import SHARES
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 
 
@@ -142,7 +143,8 @@ def test_scores_are_fitted_on_long_rows(tokens, rows, tmp_path):
     assert max(batch["input_ids"].shape[1] for batch in found) == 512
 
 
-def test_keys_are_divided_between_layers_unless_their_number_is_given(tmp_path):
+def test_keys_are_divided_between_layers_unless_their_number_is_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(key_division, "SHARES", SHARES)  # all of them
     llama = tmp_path / "long"
     save_twin(llama, "llama", max_position_embeddings=512)
     report = convert_folder(llama, tmp_path / "divided", "--no_verify")

@@ -15,6 +15,7 @@ import torch
 import transformers
 from architectures import inputs_of
 from checkpoints import convert_folder, run, save_twin, tiny_tokenizer
+from converted import brief_timing  # noqa: F401  (a fixture, found here by name)
 from hub_configs import HUB_CONFIGS, shrunk
 from matrix import sample_inputs, stock_model
 from safetensors.torch import load_file, save_file

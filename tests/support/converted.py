@@ -7,6 +7,7 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 from checkpoints import convert_folder, save_twin
 
+from hf_linear_attention import key_division
 from hf_linear_attention.conversion import model_speed
 from hf_linear_attention.training import checkpoints
 from hf_linear_attention.training.evaluation import recall
@@ -52,8 +53,10 @@ def linear_llama(llama, tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def brief_timing():
-    """A layer is timed once at two lengths, and recall measured on two texts."""
+    """A layer is timed once at two lengths, recall measured on two texts, and three numbers of exact keys are tried."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_division, "SHARES", (1 / 4, 1, 4))
+        patch.setattr(key_division, "TOKENS", 1)
         patch.setattr(recall, "MOST_ROWS", 2)
         patch.setattr(model_speed, "ROUNDS", 1)
         patch.setattr(model_speed, "STEPS", 1)

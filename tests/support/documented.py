@@ -104,11 +104,11 @@ def mentions(page: str, text: str) -> Iterator[Command]:
             yield Command(page, text.count("\n", 0, match.start()) + 1, match[1])
 
 
-def with_smaller_budget(text: str) -> str:
+def with_smaller_budget(text: str, tokens: str = "500") -> str:
     """The text of a block with a few seconds of training, where it asks for minutes."""
     for pattern, smaller in (
-        (r"--tokens \w\S*", "--tokens 500"),
-        (r'tokens="\w+"', 'tokens="500"'),
+        (r"--tokens \w\S*", f"--tokens {tokens}"),
+        (r'tokens="\w+"', f'tokens="{tokens}"'),
         (r"--max_train_tokens \d+", "--max_train_tokens 300"),
         (r"--(num_train_)?epochs \d+", r"--\1epochs 1"),
     ):
