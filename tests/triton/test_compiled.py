@@ -39,6 +39,6 @@ def test_it_compiles_without_spills(what):
     needs = json.loads(found.stdout)
     print(needs)
     for kernel, by_architecture in needs.items():
-        assert set(by_architecture) == {"sm_80", "sm_90", "sm_100"}
+        assert set(by_architecture) == {"sm_90"} | (set() if what == "plain_backward" else {"sm_80", "sm_100"})
         for name, need in by_architecture.items():
             assert need["stack"] <= KNOWN.get((what, kernel, name), COSINE), (kernel, name, need)
