@@ -620,7 +620,7 @@ def run(
     block = min(value_columns, 64)
     grid = (rows, in_groups, -(-width // block))
     in_states: dict[str, Any] = {"V": width, "VB": block, "IN_GROUP": GROUP, "GROUPS": in_groups, "num_warps": 8}
-    given = exponents, value, None, visible, order, gone, log_decay
+    given: Any = (exponents, value, None, visible, order, gone, log_decay)
     how = {**shared, **map_sizes, **in_states, "PRECISION": precision}
     where = *of_value, 0, length, length, chunks
     unused = new(rows, features, width + 2)

@@ -333,7 +333,8 @@ def _step(*given: Any) -> list[Tensor]:
 def _run_step(given: Sequence[Any], state: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
     *shared, frequencies, rows, first, is_interleaved, trained, scaling, slope_scale, is_rate = given[STEP_STATE + 1 :]
     turns: Any = _frequencies(frequencies, given[0]), first, is_interleaved, trained
-    check_hybrid_step(StepArguments(*given[: STEP_STATE + 1], *shared, *turns, EXP, scaling), rows, converts=True)
+    checked: Any = (*given[: STEP_STATE + 1], *shared, *turns, EXP, scaling)
+    check_hybrid_step(StepArguments(*checked), rows, converts=True)
     check_blocks(*state)
     from .triton_step import run
 

@@ -686,8 +686,8 @@ def run(
     turns: dict[str, Any] = {"PAIRS": pairs, "INTERLEAVED": is_interleaved, "FIRST": first_turned}
     leave = listed = counts = gone = None
     if count:
-        given = score, visible, kept_score, kept_age, strides[3]
-        leave, gone, listed, counts = choose(*given, before=before, length=length, window=window, count=count)
+        scored: Any = (score, visible, kept_score, kept_age, strides[3])
+        leave, gone, listed, counts = choose(*scored, before=before, length=length, window=window, count=count)
     exact = value.dtype  # under autocast, rotary positions make queries and keys float32
     # Exponents need all digits, which products of three halves have, too; those of float32 are exact.
     precision = "ieee" if exact == torch.float32 else "tf32x3"
