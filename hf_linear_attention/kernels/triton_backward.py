@@ -582,7 +582,7 @@ def run(
     Args:
         grad_output, output: `[B, N, H, W]`, dense.
         size: float32 `[B, H, N]`, the logarithm of the denominator of each query.
-        leave, gone: int32 `[B Hkv, M + N]` and `[B Hkv, N]`, what `_choose` has chosen; unused without exact keys.
+        leave, gone: int32 `[B Hkv, M + N]` and `[B Hkv, N]`, of `triton_prefill.choose`; unused without exact keys.
 
     See `triton_prefill.run` for the others, of which nothing comes before the first query.
     """

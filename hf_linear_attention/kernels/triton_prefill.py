@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading many tokens with `hybrid` on CUDA: window, sinks, exact and far keys in one softmax, without gradients.
+"""Reading many tokens with `hybrid` on CUDA: window, sinks, exact and far keys in one softmax.
+
+In training, triton_backward.py takes the gradients from the choice of keys and the size of each query.
 
 Keys of the line leave the window one by one, key M + t of this numbering before query t; the first M are those that
 were kept before. A key is displaced when the M-th key that is better than it (of a larger score, or an equal and older
