@@ -47,8 +47,10 @@ from .triton_prefill import (
     _numbers,
     _order_at,
     _rows,
+    _sink_rows,
     _states,
     _store_sums,
+    _window_rows,
     lists_of,
 )
 from .triton_step import TYPES, _frequency, _log_decay, _pair, _turned, wide
@@ -203,18 +205,10 @@ def _of_queries(
         furthest = tl.max(p, 0)
     if S > 0:
         js = tl.arange(0, SP)
-        sink_key += _head_of(bh, sink_key_batch, sink_key_head, HKV)
-        sink_value += _head_of(bh, sink_value_batch, sink_value_head, HKV)
-        sinks = tl.load(
-            sink_key + js[:, None] * sink_key_row + c[None, :], mask=(js < S)[:, None] & (c < D)[None, :], other=0.0
-        )
-        sink_values = tl.load(
-            sink_value + js[:, None] * sink_value_row + cv[None, :],
-            mask=(js < S)[:, None] & (cv < V)[None, :],
-            other=0.0,
-        )
-        sink_mask = real[:, None] & (js < S)[None, :]
-        sees_sinks = tl.load(seen + (b * N + n)[:, None] * S + js[None, :], mask=sink_mask, other=0) != 0
+        sinks, sink_values, sees_sinks = _sink_rows(
+            sink_key, sink_value, seen, b, bh, n, c, cv, sink_key_batch, sink_key_head, sink_key_row,
+            sink_value_batch, sink_value_head, sink_value_row, N, HKV, D, V, S, SP,
+        )  # fmt: skip
         moved_to_sinks = q
         if CLAMPS:
             if furthest >= trained:
@@ -238,14 +232,7 @@ def _of_queries(
                 grad = _turned_with(grad, other, sign, -angle_of_sinks)
     last = tl.minimum(k * C + C, N)
     for start in range(tl.maximum(k * C - W + 1, 0), last, BLOCK):
-        slot = start + j
-        own = slot < last
-        there = own & (tl.load(visible + slot, mask=own, other=0) != 0)
-        at = slot.to(tl.int64)[:, None]
-        keys = tl.load(key + at * key_row + c[None, :], mask=there[:, None] & (c < D)[None, :], other=0.0)
-        values = tl.load(value + at * value_row + cv[None, :], mask=there[:, None] & (cv < V)[None, :], other=0.0)
-        distance = n[:, None] - slot[None, :]
-        sees = there[None, :] & (distance >= 0) & (distance < W)
+        keys, values, sees = _window_rows(start + j, last, n, key, value, visible, key_row, value_row, c, cv, D, V, W)
         logits = scaling * tl.dot(q.to(T), tl.trans(keys.to(T)), input_precision="ieee")
         weights = tl.where(sees, tl.exp(logits - lse[:, None]), 0.0)
         slopes = tl.dot(rows.to(T), tl.trans(values.to(T)), input_precision="ieee")

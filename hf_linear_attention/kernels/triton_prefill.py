@@ -398,6 +398,35 @@ def _states(
 
 
 @triton.jit
+def _sink_rows(
+    sink_key, sink_value, seen, b, bh, n, c, cv, key_batch, key_head, key_row, value_batch, value_head, value_row, N,
+    HKV: tl.constexpr, D: tl.constexpr, V: tl.constexpr, S: tl.constexpr, SP: tl.constexpr,
+):  # fmt: skip
+    """The keys and values of the sinks, and which of them the queries n see."""
+    j = tl.arange(0, SP)
+    at = sink_key + _head_of(bh, key_batch, key_head, HKV) + j[:, None] * key_row + c[None, :]
+    keys = tl.load(at, mask=(j < S)[:, None] & (c < D)[None, :], other=0.0)
+    at = sink_value + _head_of(bh, value_batch, value_head, HKV) + j[:, None] * value_row + cv[None, :]
+    values = tl.load(at, mask=(j < S)[:, None] & (cv < V)[None, :], other=0.0)
+    inside = (n < N)[:, None] & (j < S)[None, :]
+    return keys, values, tl.load(seen + (b * N + n)[:, None] * S + j[None, :], mask=inside, other=0) != 0
+
+
+@triton.jit
+def _window_rows(
+    slot, last, n, key, value, visible, key_row, value_row, c, cv, D: tl.constexpr, V: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """Keys and values of the line at these slots before `last`, and which are in the windows of queries at slots n."""
+    there = slot < last
+    there = there & (tl.load(visible + slot, mask=there, other=0) != 0)
+    at = slot.to(tl.int64)[:, None]
+    keys = tl.load(key + at * key_row + c[None, :], mask=there[:, None] & (c < D)[None, :], other=0.0)
+    values = tl.load(value + at * value_row + cv[None, :], mask=there[:, None] & (cv < V)[None, :], other=0.0)
+    distance = n[:, None] - slot[None, :]
+    return keys, values, there[None, :] & (distance >= 0) & (distance < W)
+
+
+@triton.jit
 def _outputs(
     query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,
     query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position, turned,
@@ -434,19 +463,10 @@ def _outputs(
         p = tl.load(position + b * N + n, mask=real, other=0)
         furthest = tl.max(p, 0)
     if S > 0:
-        js = tl.arange(0, SP)
-        sink_key += _head_of(bh, sink_key_batch, sink_key_head, HKV)
-        sink_value += _head_of(bh, sink_value_batch, sink_value_head, HKV)
-        sinks = tl.load(
-            sink_key + js[:, None] * sink_key_row + c[None, :], mask=(js < S)[:, None] & (c < D)[None, :], other=0.0
-        )
-        sink_values = tl.load(
-            sink_value + js[:, None] * sink_value_row + cv[None, :],
-            mask=(js < S)[:, None] & (cv < V)[None, :],
-            other=0.0,
-        )
-        sink_mask = real[:, None] & (js < S)[None, :]
-        sees_sinks = tl.load(seen + (b * N + n)[:, None] * S + js[None, :], mask=sink_mask, other=0) != 0
+        sinks, sink_values, sees_sinks = _sink_rows(
+            sink_key, sink_value, seen, b, bh, n, c, cv, sink_key_batch, sink_key_head, sink_key_row,
+            sink_value_batch, sink_value_head, sink_value_row, N, HKV, D, V, S, SP,
+        )  # fmt: skip
         moved = q
         if CLAMPS:
             if furthest >= trained:
@@ -458,14 +478,9 @@ def _outputs(
         total, top, output = _softmax(total, top, output, of_sinks, sees_sinks, sink_values, T)
     last = before + tl.minimum(k * C + C, N)
     for start in range(tl.maximum(before + k * C - W + 1, 0), last, BLOCK):
-        slot = start + j
-        own = slot < last
-        there = own & (tl.load(visible + slot, mask=own, other=0) != 0)
-        at = slot.to(tl.int64)[:, None]
-        keys = tl.load(key + at * key_row + c[None, :], mask=there[:, None] & (c < D)[None, :], other=0.0)
-        values = tl.load(value + at * value_row + cv[None, :], mask=there[:, None] & (cv < V)[None, :], other=0.0)
-        distance = (before + n)[:, None] - slot[None, :]
-        sees = there[None, :] & (distance >= 0) & (distance < W)
+        keys, values, sees = _window_rows(
+            start + j, last, before + n, key, value, visible, key_row, value_row, c, cv, D, V, W
+        )
         logits = scaling * tl.dot(q.to(T), tl.trans(keys.to(T)), input_precision="ieee")
         total, top, output = _softmax(total, top, output, logits, sees, values, T)
     if M > 0:
