@@ -22,7 +22,8 @@ from hf_linear_attention.training.recipe import MECHANISM, TRANSFER, Optimizatio
 # Bytes of a token in a batch, over the width: in attention transfer, in each layer, in each that is computed again.
 TRANSFERRED, KEPT, CHECKPOINT = 68, 88, 4
 MOST_LOGITS, IMPORTS = 256e6, 0.6e9
-BESIDES = 2.0  # the time of everything over that of products of matrices
+# The time of everything over that of products: of fitting scores to Qwen2.5-Coder-0.5B, products took 51 %.
+BESIDES = 2.0
 ROWS = 1024  # of the timed product
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pydoc_data.topics import topics
+from unittest import mock
 
 import pytest
 import torch
@@ -145,3 +146,7 @@ def test_real(tmp_path, capsys):
         asked = [retrieval.Context(words, [question._replace(value=value)])]
         assert real.values_found(model, [*map(real.with_answers, asked)]) == found
         assert retrieval.values_found(model, asked) == found  # kvpress has an environment of its own
+    press = mock.MagicMock()
+    retrieval.values_found(model, asked, press, tokens=10)
+    press.assert_called_once_with(model)
+    assert round((1 - press.compression_ratio) * len(words)) == 10
