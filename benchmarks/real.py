@@ -1,6 +1,6 @@
 """Nats per token of a real decoder and its conversions on held-out text by position, beside their controls.
 
-    python -m benchmarks.real MODEL STUDENT... --text HELD_OUT.txt [--length 4096] [--rows 2] [--pairs 45]
+    python -m benchmarks.real MODEL STUDENT... --text HELD_OUT.txt [--length 4096] [--rows 2] [--tasks multikey]
 
 MODEL is the original and each STUDENT a conversion of it (`hf-linear-attention convert`). A row of the table is the
 original, the untrained window of the bytes of a student (in the dtype of its checkpoint), a student, or a student with
@@ -14,9 +14,8 @@ a part of its memory taken away:
 tokens; ± is the standard error of the paired difference to the window. Windows of text do not overlap. On two cores
 without AMX, a row of 4,096 tokens takes Qwen2.5-Coder-0.5B one to three minutes.
 
-With `--pairs`, "found" is the share of values that each model knows in a JSON object of random pairs (Liu et al. 2023,
-arXiv:2307.03172): a value is found if every token of it is the most likely one after the true ones before it;
-`benchmarks.retrieval` does the same with the caches of kvpress.
+With `--tasks`, a column is the share of values that each model finds again in contexts of `--length` tokens;
+`benchmarks.retrieval` has the tasks, and does the same with the caches of kvpress.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from benchmarks.retrieval import Context, retrieval
+from benchmarks.retrieval import TASKS, Context
 from hf_linear_attention import convert
 from hf_linear_attention.conversion.calibration_data import data_recipe
 from hf_linear_attention.conversion.quality import SameBytes, load_models, windows_of_same_bytes
@@ -54,7 +53,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=0, help="key-value pairs to look up; each takes about 75 tokens")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[], help="what is looked up")
     parser.add_argument("--no_controls", action="store_true", help="leave out students without a part of their memory")
     parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
     return parser.parse_args(argv)
@@ -81,6 +80,25 @@ def altered(student: Any, control: str) -> Iterator[None]:
             parameter.data.copy_(value)
 
 
+def compared(original: str, students: Sequence[Path], has_controls: bool) -> Iterator[tuple[str, Any]]:
+    """The original, the window of the bytes of each student, each student, and its controls, with their names."""
+    seen = set[str]()
+    for folder in students:
+        student, teacher = load_models(data_recipe(str(folder), "causal_lm", original), folder)
+        dtype = getattr(torch, checkpoint_dtype("causal_lm", str(folder), False))
+        length = student.config.max_position_embeddings
+        found = [w for w in windows_of_same_bytes(teacher, student, length, dtype) if w.num_sinks == SINKS]
+        if not seen:
+            yield "original", teacher
+        if found and named(found[0]) not in seen:
+            yield named(found[0]), convert(teacher, settings=found[0].settings)
+        seen |= {"original", *map(named, found)}
+        yield folder.name, student
+        for control in ("far keys off", "newest keys", "random scores") if has_controls else ():
+            with altered(student, control):
+                yield f"{folder.name}, {control}", student
+
+
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """The nats of every target of each row of the table, with the position of the targets."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -90,28 +108,12 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(f"{options.text} has {len(ids):,} tokens, and {wanted:,} are wanted; give a longer text")
     windows = retention.separate_windows(np.array(ids[:wanted]), options.length, tokenizer.bos_token_id)
     batches = retention.batches_of(windows, options.length, 0)
-    rows, found_values = dict[str, Tensor](), dict[str, float]()
-    contexts = [*map(with_answers, retrieval(tokenizer, options.pairs))] if options.pairs else []
-
-    def add(name: str, model: Any) -> None:
+    rows, found = dict[str, Tensor](), dict[str, dict[str, float]]()
+    tasks = {name: [*map(with_answers, TASKS[name](tokenizer, options.length))] for name in options.tasks}
+    for name, model in compared(options.model, options.students, not options.no_controls):
         rows[name] = retention.nats_of(model, batches)
-        if contexts:
-            found_values[name] = values_found(model, contexts)
-
-    for folder in options.students:
-        student, teacher = load_models(data_recipe(str(folder), "causal_lm", options.model), folder)
-        dtype = getattr(torch, checkpoint_dtype("causal_lm", str(folder), False))
-        length = student.config.max_position_embeddings
-        found = [w for w in windows_of_same_bytes(teacher, student, length, dtype) if w.num_sinks == SINKS]
-        if not rows:
-            add("original", teacher)
-        if found and named(found[0]) not in rows:
-            add(named(found[0]), convert(teacher, settings=found[0].settings))
-        add(folder.name, student)
-        for control in () if options.no_controls else ("far keys off", "newest keys", "random scores"):
-            with altered(student, control):
-                add(f"{folder.name}, {control}", student)
-    return {"position": retention.target_positions(batches), "nats": rows, "found": found_values}
+        found[name] = {task: values_found(model, contexts) for task, contexts in tasks.items()}
+    return {"position": retention.target_positions(batches), "nats": rows, "found": found}
 
 
 def with_answers(context: Context) -> tuple[Tensor, list[range]]:
@@ -157,9 +159,7 @@ def table(found: dict[str, Any], length: int) -> list[dict[str, Any]]:
             gap = window[here].mean().item() - original
             figures["gap"] = (nats[here].mean().item() - original) / gap
             figures["±"] = (difference.std() / len(difference) ** 0.5).item() / gap
-        if found["found"]:
-            figures["found"] = found["found"][name]
-        rows.append(figures)
+        rows.append(figures | found["found"][name])
     return rows
 
 

