@@ -193,7 +193,9 @@ def recall_probe(recipe: Recipe, processor: Any, config: Any, examples: Examples
     if recipe.model.task != "causal_lm" or examples is None:
         return None
     length, bos = sequence_length(recipe, processor, config), getattr(processor, "bos_token_id", None)
-    return RecallProbe(examples, length, max_length_of(config), bos)
+    # A tenth of the training, or probing a large model would take longer than training it.
+    wanted = recipe.optimization.max_train_tokens
+    return RecallProbe(examples, length, max_length_of(config), bos, wanted and wanted // 10)
 
 
 def _train_inputs(context: RunContext, examples: Examples) -> TrainInputs:

@@ -53,11 +53,27 @@ def recall_rows(stream: Tokens, length: int, most_rows: int, bos_token_id: int |
 class RecallProbe:
     """Recall at the training length and, if the model has positions for it, at twice that length."""
 
-    def __init__(self, examples: Examples, length: int, positions: int | None, bos_token_id: int | None) -> None:
-        """Take the texts from the first `examples`; `positions` is their number in the model, or None."""
+    def __init__(
+        self,
+        examples: Examples,
+        length: int,
+        positions: int | None,
+        bos_token_id: int | None,
+        most_tokens: int | None = None,
+    ) -> None:
+        """Take the texts from the first `examples`.
+
+        Args:
+            positions: their number in the model, or None.
+            most_tokens: what is read at most, but for one row at the training length.
+        """
         stream = running_text(shorten(examples, MOST_ROWS * TIMES[-1] * length))
         lengths = [times for times in TIMES if times == 1 or times * length <= (positions or 2**62)]
-        rows = {times: recall_rows(stream, times * length, MOST_ROWS, bos_token_id) for times in lengths}
+        most = dict.fromkeys(lengths, MOST_ROWS)
+        if most_tokens is not None:  # each length gets its part, and reads a row twice
+            fit = {times: most_tokens // (2 * len(lengths) * times * length) for times in lengths}
+            most = {times: min(MOST_ROWS, max(fit[times], int(times == 1))) for times in lengths}
+        rows = {times: recall_rows(stream, times * length, most[times], bos_token_id) for times in lengths}
         self.rows = {RECALL + f"_x{times}" * (times > 1): found for times, found in rows.items() if len(found[0])}
 
     @torch.no_grad()

@@ -52,6 +52,15 @@ def test_it_is_that_of_a_plain_computation_in_float64(llama_teacher):
     assert not found
 
 
+@pytest.mark.parametrize(("most_tokens", "rows"), [(None, [8, 6]), (1024, [8, 4]), (500, [3, 1]), (255, [1]), (1, [1])])
+def test_it_reads_no_more_tokens_than_it_may(most_tokens, rows):
+    """Each row is read twice; one at the training length is always read."""
+    probe = RecallProbe(Documents([STREAM]), 32, 64, 1, most_tokens)
+    assert [len(with_copy) for with_copy, *_ in probe.rows.values()] == rows
+    (found,) = RecallProbe(Documents([STREAM]), 32, 32, 1, most_tokens).rows.values()
+    assert len(found[0]) == (8 if most_tokens is None else min(8, max(1, most_tokens // 64)))
+
+
 def test_windows_that_overlap_are_one_text(monkeypatch):
     """`--max_eval_tokens` and the probe both take the first of the held-out windows."""
     monkeypatch.setattr(recall, "MOST_ROWS", 2)
