@@ -12,6 +12,8 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 # Empty is unset: the tests start many processes, and vLLM alone takes 20 seconds to compile where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
+# Most of the bytecode that pip compiles is never used, and takes a minute and a half of a setup.
+INSTALL := -m pip install --quiet --no-compile
 # A file's tests stay together, so that fixtures are made once, and the longest files come first (tests/conftest.py).
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -23,9 +25,9 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.[c
 	$(PYTHON) -m venv $(VENV)
 	@if [ "$$(uname)" = Linux ] && ! nvidia-smi -L >/dev/null 2>&1 && ! $(BIN)/python -c "import torch" 2>/dev/null; then \
 	    if timeout 10 $(BIN)/python -c "import urllib.request; urllib.request.urlopen('$(CPU_TORCH)/torch/', timeout=10)" 2>/dev/null; \
-	    then echo "setup: no GPU, so torch's build for CPUs"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --extra-index-url $(CPU_TORCH) torch; \
+	    then echo "setup: no GPU, so torch's build for CPUs"; $(BIN)/python $(INSTALL) --constraint constraints.txt --extra-index-url $(CPU_TORCH) torch; \
 	    else echo "setup: $(CPU_TORCH) cannot be reached, so pip takes the torch that it finds: 5.6 GB if that is PyPI's, with CUDA"; fi; fi
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	touch $@
 
 .PHONY: help
@@ -51,7 +53,7 @@ $(OLDEST)/.installed: $(VENV)/.installed constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $(OLDEST)/newer.pth
 	mv $(OLDEST)/newer.pth $$($(OLDEST)/bin/python -c "import site; print(site.getsitepackages()[0])")
-	$(OLDEST)/bin/python -m pip install --quiet --requirement constraints-oldest.txt $(OLDEST_TORCH:%=torch==%)
+	$(OLDEST)/bin/python $(INSTALL) --requirement constraints-oldest.txt $(OLDEST_TORCH:%=torch==%)
 	touch $@
 
 .PHONY: test-oldest
@@ -66,7 +68,7 @@ test-oldest: $(OLDEST)/.installed ## A part of the tests with the oldest version
 LATEST := $(VENV)-latest
 .PHONY: test-latest
 test-latest: $(VENV)/.installed ## The core with today's releases of transformers, accelerate, peft and sentence-transformers (5 minutes; one where none is newer)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	$(BIN)/python $(INSTALL) --constraint constraints.txt uv
 	test -x $(LATEST)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(LATEST)
 	$(BIN)/uv pip install --quiet --python $(LATEST) --index-strategy unsafe-best-match \
 		$(if $(LINKS),--find-links "$(LINKS)",--extra-index-url $(CPU_TORCH)) torch==2.13.0+cpu
@@ -84,7 +86,7 @@ CORE := $(addprefix tests/hf_linear_attention/test_, $(addsuffix .py, modeling g
 VLLM := $(VENV)-vllm
 LINKS = $(or $(PIP_FIND_LINKS),$(shell $(BIN)/python -m pip config get global.find-links 2>/dev/null))
 $(VLLM)/.installed: $(VENV)/.installed constraints-vllm.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	$(BIN)/python $(INSTALL) --constraint constraints.txt uv
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VLLM)
 	$(BIN)/uv pip install --quiet --python $(VLLM) --index-strategy unsafe-best-match \
 		$(if $(LINKS),--find-links "$(LINKS)",--extra-index-url $(CPU_TORCH)) --requirement constraints-vllm.txt
@@ -104,7 +106,7 @@ $(TRITON)/.installed: $(VENV)/.installed constraints.txt
 	$(PYTHON) -m venv $(TRITON)
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $(TRITON)/newer.pth
 	mv $(TRITON)/newer.pth $$($(TRITON)/bin/python -c "import site; print(site.getsitepackages()[0])")
-	$(TRITON)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt triton fla-core einops
+	$(TRITON)/bin/python $(INSTALL) --no-deps --constraint constraints.txt triton fla-core einops
 	touch $@
 
 .PHONY: test-triton
@@ -125,7 +127,7 @@ test-sanitizers: $(VENV)/.installed ## Random calls of the C kernels under Addre
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m sanitizers tests/native
 
 $(VENV)/.clients: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[clients]"
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[clients]"
 	touch $@
 
 .PHONY: test-clients
@@ -142,7 +144,7 @@ test-browser: $(VENV)/.installed ## report.html in a real browser (Debian: `apt-
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m browser tests/conversion
 
 $(VENV)/.bench: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[bench]"
 	touch $@
 
 .PHONY: bench-papers
