@@ -43,7 +43,7 @@ class EndOfFunction(StoppingCriteria):
 
 @torch.no_grad()
 def completions(model: Any, tokenizer: Any, prompts: list[str], before: Sequence[int], most: int) -> Iterator[str]:
-    """What a model writes behind each prompt, of at most so many tokens; `before` all stand these tokens."""
+    """What a model writes after the tokens `before`, which are read once, and each prompt: `most` tokens at most."""
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
     read = torch.tensor([before], dtype=torch.long)
     cache = model.base_model(read, use_cache=True).past_key_values if before else None

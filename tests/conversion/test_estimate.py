@@ -9,6 +9,7 @@ from checkpoints import run, save_twin
 from hf_linear_attention.conversion import estimate
 from hf_linear_attention.conversion.plan import make_plan
 from hf_linear_attention.conversion.source import open_source
+from hf_linear_attention.training.data.processors import mean_exact_tokens
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 500}
@@ -18,7 +19,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embedding
 def test_the_estimate(tmp_path, monkeypatch):
     monkeypatch.setattr(estimate, "seconds_per_operation", lambda width: 1e-6 * (width == 64))
     monkeypatch.setattr(estimate, "IMPORTS", 0.0)
-    monkeypatch.setattr(estimate, "MOST_LOGITS", 8 * 500 * 1024.0)
+    monkeypatch.setattr(estimate, "MOST_LOGITS", 1e9)
     save_twin(tmp_path / "llama", "llama", max_position_embeddings=4096, **SIZES, **HEADS)
     plan = make_plan(open_source(str(tmp_path / "llama")), {"mechanism": "hybrid", "state_tokens": 128})
     found = estimate.Estimate(plan)
@@ -32,13 +33,16 @@ def test_the_estimate(tmp_path, monkeypatch):
     words = ["--model_name_or_path", tmp_path / "llama", "--attention", "hybrid", "--state_tokens", 128, "--dry_run"]
     assert f"scores      fitted on up to 2,048 tokens of Python's documentation, {found.scores(2048)}" in run(*words)[1]
     adapters = {"use_peft": True, "gradient_checkpointing": True}
-    base, rows = layers + output + 7 * 64, 64 * 4 * 1024
+    base, tokens, exact = layers + output + 7 * 64, 4 * 10**6, mean_exact_tokens(plan.config)
+    rows = 64 * tokens
     for options, products, size in (
-        ({"attention_transfer_weight": 1.0}, layers, 4 * base + 68 * rows),
-        (adapters, 4 * layers + 3 * output, 4 * base + (3 * 4 + 88) * rows + 8 * 500 * 1024),
-        ({}, 4 * (layers + output), 20 * base + 3 * 88 * rows + 8 * 500 * 1024),
+        ({"attention_transfer_weight": 1.0}, layers, 4 * base + 68 * rows + 60 * 4 * exact * tokens + 1e9),
+        (adapters, 4 * layers + 3 * output, 4 * base + (3 * 4 + 88) * rows + 1e9),
+        ({}, 4 * (layers + output), 20 * base + 3 * 88 * rows + 1e9),
     ):
-        where = {"per_device_train_batch_size": 4, "max_length": 1024}
+        where = {"per_device_train_batch_size": 4, "max_length": 10**6}
         time, memory = figures(found.stage({**options, **where}, 10_000))
         assert abs(time - minutes * 10_000 * products) < 1
         assert abs(memory - size / 1e9) <= 0.05
+    found.base = 10**10  # of which two are loaded at first
+    assert figures(found.stage(adapters, 10_000))[1] == 80

@@ -93,10 +93,11 @@ def default_length(config: PreTrainedConfig) -> int:
     In shorter sequences there would be few far keys, or none, to learn from. Where layers differ, their mean counts.
     """
     positions = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
-    return int(min(max(DEFAULT_MAX_LENGTH, 2 * _exact_tokens(config)), positions))
+    return int(min(max(DEFAULT_MAX_LENGTH, 2 * mean_exact_tokens(config)), positions))
 
 
-def _exact_tokens(config: PreTrainedConfig) -> int:
+def mean_exact_tokens(config: PreTrainedConfig) -> int:
+    """How many tokens a converted layer keeps exactly, on average."""
     numbers = exact_tokens(getattr(config, "linear_attention", ()))
     return round(sum(numbers) / len(numbers)) if numbers else 0
 
@@ -110,7 +111,7 @@ def sequence_length(recipe: Recipe, processor: Processor, config: PreTrainedConf
     if positions and length > positions:
         logger.warning("`--max_length %d` is more than the model's %d positions", length, positions)
     kind = getattr(config, "stock_model_type", config.model_type)
-    if length <= (exact := _exact_tokens(config)) and is_causal_config(config, kind):
+    if length <= (exact := mean_exact_tokens(config)) and is_causal_config(config, kind):
         logger.warning(
             "`--max_length %d` is not more than the %d tokens that stay exact, so nothing is learnt of far keys; give "
             "at least %d",
