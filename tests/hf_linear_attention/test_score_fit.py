@@ -36,7 +36,7 @@ def model_and_observed(batch: dict[str, Tensor]) -> tuple[Any, list[ObservedAtte
     return model, seen, hidden
 
 
-def test_it_is_the_ridge_regression_of_the_largest_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_ridge_regression_of_the_largest_weights_times_distances(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_fit, "QUERIES", 7)  # several blocks of queries
     batch = padded_batch([40, 17, 33])
     model, seen, hidden = model_and_observed(batch)
@@ -56,11 +56,14 @@ def test_it_is_the_ridge_regression_of_the_largest_weights(monkeypatch: pytest.M
         for row, mask in enumerate(batch["attention_mask"].bool()):
             assert one.softmax_weights is not None
             weights = one.softmax_weights.double()[row][:, mask][:, :, mask].unflatten(0, (2, -1))
-            number = int(mask.sum())
+            value, number = one.inputs.value.double()[row][:, mask], int(mask.sum())
+            distance = (value - value.mean(1, keepdim=True)).norm(dim=-1)
+            distance = distance / distance.log().mean(1, keepdim=True).exp()
             for key in range(SINKS, number):
                 for age in ages:
                     if number - key - age >= length // 4:
                         largest = weights[:, :, key + age :, key].amax((1, 2)).log().clamp(min=score_fit.SMALLEST)
+                        largest = largest + distance[:, key].log()
                         state = states[row, mask][key].double() / states.shape[-1] ** 0.5
                         features.append(torch.cat((state, torch.tensor([age / 64, 1.0], dtype=torch.float64))))
                         targets.append(largest + score_fit.EMPHASIS * (largest - score_fit.LARGE).clamp(min=0))
