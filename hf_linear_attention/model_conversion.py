@@ -430,7 +430,9 @@ class _Observed:
         explained = [moments.fit(mechanism) for mechanism, moments in self.moments.items()]
         if explained:
             share = sum(explained) / len(explained)
-            logger.info(f"The scores of exact keys explain {share:.0%} of the largest softmax weights, as logarithms.")
+            logger.info(
+                f"The scores of exact keys explain {share:.0%} of what outputs lose without a key, as logarithms."
+            )
 
 
 def _checked(batches: Iterable[Any], needed: str) -> Iterator[Mapping[str, Any]]:

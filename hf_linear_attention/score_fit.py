@@ -1,11 +1,10 @@
 """Scores of exact keys from one pass over some text, in closed form and without gradients.
 
-A key should be kept if some later query will look for it, so its score is fitted to the logarithm of the largest
-softmax weight that it gets from any query of its heads beyond the window, times the distance of its value from the mean
-value: by so much an output changes without it. Large ones count more (EMPHASIS). Locret (Huang 2024, arXiv:2410.01805)
-trains on a maximum, too; KVzap (arXiv:2601.07891) fits a ridge regression of the hidden state to weights times norms of
-values. On Qwen2.5-Coder-0.5B the maximum chooses better than the sum of the weights; distances make it 1.945 nats of
-1.964 (512 tokens, two rows, positions 2,048 to 4,095, 353 keys in each layer; original 1.769), plain norms 1.962.
+A key should be kept if an output would change without it. Without a key of weight w and value v, an output o is
+(o - w v) / (1 - w): it moves by w / (1 - w) times the distance of v from o. So a score is fitted to the logarithm of
+that, with the largest w that the key gets from any query of its heads beyond the window, and the mean value of the row
+for o; large ones count more (EMPHASIS). Locret (Huang 2024, arXiv:2410.01805) trains on a maximum, too; KVzap (arXiv:2601.07891) fits a ridge regression
+of the hidden state to the logarithm of weights times norms of values.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ from .mechanisms.window import within_sequences
 
 
 # Of the mean variance of the hidden state's numbers. On Qwen2.5-Coder-0.5B, where 16,384 tokens are 18 for each weight,
-# 1e-3, 1e-2, 1e-1 and 1 have 2.088, 2.080, 2.069 and 2.081 nats (as below); the quick start has 1.3551
-# nats with 1e-3 and 1.3555 with 1e-1, the demo knows 36 and 30 % of what stood 256 to 511 tokens back.
+# 1e-1 is best of 1e-3, 1e-2, 1e-1 and 1 (benchmarks/results/real.md).
 RIDGE = 1e-1
 SMALLEST = -30.0  # logarithms of weights below are as good as this one
-# Of logarithms above LARGE, what is above counts 1 + EMPHASIS times: these are the keys that some query attends to
-# nearly alone. With 0, 4 and 12, and nothing trained, Qwen2.5-Coder-0.5B has 2.092, 2.096 and 2.115 nats (512 tokens,
-# positions 2,048 to 4,095; original 1.817), stories260k 1.359, 1.356 and 1.353 (128 tokens, 256 to 511; original
-# 1.349), and the model of `make demo` knows .10, .43 and .57 of what stood 256 to 511 tokens back (before distances of
-# values counted, which are over their geometric mean).
+REST = 1e-6  # the smallest 1 - w
+# Of logarithms above LARGE, what is above counts 1 + EMPHASIS times, because these keys matter most. On Qwen2.5-Coder-0.5B
+# weights alone have 1.964 nats, with distances 1.945, with distances and w / (1 - w) 1.946, with both and no emphasis 1.964
+# (512 tokens, 353 keys in each layer, two rows, positions 2,048 to 4,095; original 1.769). The model of `make demo` knows
+# 63, 85, 98 and 93 % of what stood 256 to 511 tokens back.
 LARGE, EMPHASIS = -2.0, 4.0
 QUERIES = 256  # whose logits are alive together
 AGES = 8
@@ -75,6 +73,7 @@ class ScoreMoments:
             window, max(window, length * LONGEST), AGES, dtype=torch.float32, device=inputs.query.device
         ).long()
         target, counted = log_largest_weights(inputs, ages, mechanism.num_sinks)
+        target = target - (-torch.expm1(target)).clamp(min=REST).log()  # w / (1 - w)
         target = target + log_distances(inputs.value, inputs.attention_mask).unsqueeze(-1)
         target = target + EMPHASIS * (target - LARGE).clamp(min=0)
         hidden, y = (
@@ -118,7 +117,7 @@ class ScoreMoments:
 def log_distances(value: Tensor, mask: Tensor | None) -> Tensor:
     """The logarithm of the distance of each value `[B, Hkv, N, D]` from the mean value of its row, `[B, Hkv, N]`.
 
-    The mean of the logarithms of a row is 0, so that distances are over their geometric mean.
+    The mean of the logarithms of a row is 0: distances are over their geometric mean.
     """
     value = value.float()
     real = torch.ones_like(value[:, 0, :, 0]) if mask is None else (mask > 0).float()

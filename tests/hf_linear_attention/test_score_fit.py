@@ -36,7 +36,7 @@ def model_and_observed(batch: dict[str, Tensor]) -> tuple[Any, list[ObservedAtte
     return model, seen, hidden
 
 
-def test_it_is_the_ridge_regression_of_the_largest_weights_times_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_ridge_regression_of_how_far_outputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_fit, "QUERIES", 7)  # several blocks of queries
     batch = padded_batch([40, 17, 33])
     model, seen, hidden = model_and_observed(batch)
@@ -63,10 +63,11 @@ def test_it_is_the_ridge_regression_of_the_largest_weights_times_distances(monke
                 for age in ages:
                     if number - key - age >= length // 4:
                         largest = weights[:, :, key + age :, key].amax((1, 2)).log().clamp(min=score_fit.SMALLEST)
-                        largest = largest + distance[:, key].log()
+                        odds = largest - (1 - largest.exp()).clamp(min=score_fit.REST).log()
                         state = states[row, mask][key].double() / states.shape[-1] ** 0.5
                         features.append(torch.cat((state, torch.tensor([age / 64, 1.0], dtype=torch.float64))))
-                        targets.append(largest + score_fit.EMPHASIS * (largest - score_fit.LARGE).clamp(min=0))
+                        moved = odds + distance[:, key].log()
+                        targets.append(moved + score_fit.EMPHASIS * (moved - score_fit.LARGE).clamp(min=0))
         x, y = torch.stack(features), torch.stack(targets)
         damping = score_fit.RIDGE * x[:, :-2].var(0, correction=0).mean()
         rows = torch.cat((x / len(x) ** 0.5, torch.eye(x.shape[1])[:-2].double() * damping**0.5))
