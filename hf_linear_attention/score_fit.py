@@ -29,9 +29,9 @@ RIDGE = 1e-1
 SMALLEST = -30.0  # logarithms of weights below are as good as this one
 REST = 1e-6  # the smallest 1 - w
 # Of logarithms above LARGE, what is above counts 1 + EMPHASIS times, because these keys matter most. Nothing trained,
-# Qwen2.5-Coder-0.5B has 1.964 nats with weights alone, 1.945 with w and distances, 1.946 with w / (1 - w) and distances,
-# and 1.964 with these without emphasis (512 tokens, 353 keys in each layer, two rows, positions 2,048 to 4,095; original
-# 1.769); the model of `make demo` knows 63, 85, 98 and 93 % of what stood 256 to 511 tokens back.
+# Qwen2.5-Coder-0.5B has 1.964 nats with weights alone, 1.945 with w and distances, 1.946 with w / (1 - w) and
+# distances, and 1.964 with these without emphasis (512 tokens, 353 keys in each layer, two rows, positions 2,048 to
+# 4,095; original 1.769); the model of `make demo` knows 63, 85, 98 and 93 % of what stood 256 to 511 tokens back.
 LARGE, EMPHASIS = -2.0, 4.0
 QUERIES = 256  # whose logits are alive together
 AGES = 8
