@@ -57,16 +57,16 @@ class Estimate:
         """The time and the peak memory of a stage with these options of `finetune.py`."""
         batch = options.get("per_device_train_batch_size", OptimizationArguments.per_device_train_batch_size)
         numbers = self.shape.hidden_size * batch * options.get("max_length", self.length)
+        logits = min(MOST_LOGITS, 8 * self.vocabulary * numbers / self.shape.hidden_size)
         if options.get(TRANSFER):
             exact = EXACT * self.shape.num_heads * self.exact * numbers / self.shape.hidden_size
-            products, size = self.layers, 4 * self.base + TRANSFERRED * numbers + exact + MOST_LOGITS
+            products, size = self.layers, 4 * self.base + TRANSFERRED * numbers + exact + logits
         else:
             has_adapters, again = bool(options.get("use_peft")), bool(options.get("gradient_checkpointing"))
             # the teacher's and the student's forward pass, and gradients of activations, and of weights
             products = (self.layers + self.output) * (3 if has_adapters else 4) + self.layers * again
-            size = (4 if has_adapters else 20) * self.base
+            size = (4 if has_adapters else 20) * self.base + logits
             size += (CHECKPOINT * self.depth + KEPT if again else KEPT * self.depth) * numbers
-            size += min(MOST_LOGITS, 8 * self.vocabulary * numbers / self.shape.hidden_size)
             # The teacher is loaded before it gets the student's frozen weights in place of its own.
             size = max(size, 8 * self.base)
         return f"{self._time(products * tokens)} and {(size + IMPORTS) / 1e9:.1f} GB"
