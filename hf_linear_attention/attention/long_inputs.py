@@ -20,8 +20,10 @@ from transformers.modeling_outputs import ModelOutput
 from .transformers_internals import CACHE_NAMES, COLLECTED, PER_TOKEN, cache_among, cache_name, is_stateful
 
 
-# Tokens of a sequence in one pass: many enough for efficient projections, few enough for memory.
+# Tokens of a sequence in one pass: many enough for efficient projections, few enough for memory. A GPU is kept busy by
+# longer ones, and each continues from a state, which takes more launches than to begin without one.
 CHUNK_SIZE = 4096
+CUDA_CHUNK_SIZE = 32768
 # An input of at most so many tokens is one chunk, so that usual inputs are computed as they always were.
 LONGEST_UNDIVIDED = 8192
 OTHER_TENSORS = ("attention_mask", "logits_to_keep")
@@ -51,14 +53,17 @@ def _in_chunks(forward: Callable[..., Any], linear_modules: Callable[[Any], Mapp
             return forward(self, *args, **kwargs)
         bound = dict(zip(names, args)) | kwargs
         tokens = bound.get("input_ids") if bound.get("input_ids") is not None else bound.get("inputs_embeds")
-        if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] <= LONGEST_UNDIVIDED:
+        if not isinstance(tokens, Tensor) or tokens.ndim < 2:
+            return forward(self, *args, **kwargs)
+        chunk_size = CUDA_CHUNK_SIZE if tokens.is_cuda else CHUNK_SIZE
+        if tokens.shape[1] <= max(chunk_size, LONGEST_UNDIVIDED):
             return forward(self, *args, **kwargs)
         modules = linear_modules(self).values()
         is_linear = any(module.linear_attention_enabled for module in modules)
         has_backend = any(module.linear_attention_backend for module in modules)  # which divides inputs itself
         if not is_linear or has_backend or is_stateful(self) or not _can_divide(self.config, bound, tokens.shape[1]):
             return forward(self, *args, **kwargs)
-        return _divided(functools.partial(forward, self), self.config, bound, tokens.shape[1])
+        return _divided(functools.partial(forward, self), self.config, bound, tokens.shape[1], chunk_size)
 
     return wrapper
 
@@ -82,7 +87,9 @@ def _can_divide(config: Any, given: Mapping[str, Any], length: int) -> bool:
     return not is_packed
 
 
-def _divided(forward: Callable[..., Any], config: Any, given: Mapping[str, Any], length: int) -> Any:
+def _divided(
+    forward: Callable[..., Any], config: Any, given: Mapping[str, Any], length: int, chunk_size: int
+) -> Any:
     """The joined outputs of the chunks; `logits_to_keep` keeps the last rows, and 0 keeps all."""
     keep, mask = given.get("logits_to_keep", 0), given.get("attention_mask")
     use_cache = given.get("use_cache")
@@ -93,8 +100,8 @@ def _divided(forward: Callable[..., Any], config: Any, given: Mapping[str, Any],
     cache = cache_among(given.values())
     before = 0 if mask is None else mask.shape[1] - length
     parts: dict[str, list[Tensor]] = {name: [] for name in OUTPUTS}
-    for start in range(0, length, CHUNK_SIZE):
-        end = min(start + CHUNK_SIZE, length)
+    for start in range(0, length, chunk_size):
+        end = min(start + chunk_size, length)
         chunk = dict(given) | {name_of_cache: cache, "use_cache": True, "return_dict": True}
         for name, axis in PER_TOKEN.items():
             if isinstance(given.get(name), Tensor):

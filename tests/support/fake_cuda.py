@@ -315,8 +315,8 @@ def main() -> None:
     # One layer of Llama 1B, trained on 4,096 or 32,768 tokens.
     for name, trained, cases in (
         ("default", 4096, {"prefill": 4096, "train": 4096, "step": 300}),
-        ("long default", 32768, {"prefill": 8192}),
-        ("divided default", 32768, {"prefill": 32768}),
+        ("long default", 32768, {"prefill": 32768}),
+        ("divided default", 32768, {"prefill": 65536}),
     ):
         sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 64}
         config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=64, max_position_embeddings=trained)
