@@ -73,7 +73,10 @@ class Estimate:
 
     def _time(self, products: float) -> str:
         seconds = 2 * products * BESIDES * self.speed
-        return f"about {seconds / 60:.0f} minutes" if seconds >= 90 else f"about {max(1, seconds):.0f} seconds"
+        for unit, length, least in (("hours", 3600, 10_800), ("minutes", 60, 90)):
+            if seconds >= least:
+                return f"about {seconds / length:.0f} {unit}"
+        return f"about {max(1, seconds):.0f} seconds"
 
 
 def seconds_per_operation(width: int) -> float:

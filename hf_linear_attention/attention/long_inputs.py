@@ -87,9 +87,7 @@ def _can_divide(config: Any, given: Mapping[str, Any], length: int) -> bool:
     return not is_packed
 
 
-def _divided(
-    forward: Callable[..., Any], config: Any, given: Mapping[str, Any], length: int, chunk_size: int
-) -> Any:
+def _divided(forward: Callable[..., Any], config: Any, given: Mapping[str, Any], length: int, chunk_size: int) -> Any:
     """The joined outputs of the chunks; `logits_to_keep` keeps the last rows, and 0 keeps all."""
     keep, mask = given.get("logits_to_keep", 0), given.get("attention_mask")
     use_cache = given.get("use_cache")

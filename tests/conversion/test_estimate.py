@@ -17,19 +17,20 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embedding
 
 
 def test_the_estimate(tmp_path, monkeypatch):
-    monkeypatch.setattr(estimate, "seconds_per_operation", lambda width: 1e-6 * (width == 64))
+    monkeypatch.setattr(estimate, "seconds_per_operation", lambda width: 1e-7 * (width == 64))
     monkeypatch.setattr(estimate, "IMPORTS", 0.0)
     monkeypatch.setattr(estimate, "MOST_LOGITS", 1e9)
     save_twin(tmp_path / "llama", "llama", max_position_embeddings=4096, **SIZES, **HEADS)
     plan = make_plan(open_source(str(tmp_path / "llama")), {"mechanism": "hybrid", "state_tokens": 128})
     found = estimate.Estimate(plan)
     layers, output = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96), 500 * 64
-    minutes = 2 * estimate.BESIDES * 1e-6 / 60
+    minutes = 2 * estimate.BESIDES * 1e-7 / 60
 
     def figures(text):
         return [float(number) for number in re.fullmatch(r"about (\d+) minutes and ([\d.]+) GB", text).groups()]
 
     assert found.scores(10_000) == f"about {minutes * 10_000 * layers:.0f} minutes"
+    assert found.scores(10**6) == f"about {minutes * 10**6 * layers / 60:.0f} hours"
     words = ["--model_name_or_path", tmp_path / "llama", "--attention", "hybrid", "--state_tokens", 128, "--dry_run"]
     assert f"scores      fitted on up to 2,048 tokens of Python's documentation, {found.scores(2048)}" in run(*words)[1]
     adapters = {"use_peft": True, "gradient_checkpointing": True}
