@@ -28,6 +28,7 @@ def short_timings(monkeypatch):
     monkeypatch.setattr(model_speed, "LONGEST", 128)
 
 
+@pytest.mark.long
 def test_one_row_per_mechanism_before_and_after_a_training(llama, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(topics[name] for name in sorted(topics))[:60_000], encoding="utf-8")

@@ -62,10 +62,11 @@ COMMANDS_OF_PAGES = [
 TUTORIALS = {page for page in PAGES if page.startswith("docs/tutorials/")}
 # Pages that need a library which only the extra `clients` has.
 CLIENTS = {"docs/runs_in.md": "onnxscript"}
-# Pages that take more than three seconds each. The others have the same commands, on README and in short.
+# Pages that take more than two seconds each. The others have the same commands, on README and in short.
 LONG = {
     *("docs/commands.md", "docs/data.md", "docs/elsewhere.md", "docs/healing.md", "docs/tutorials/decoder.md"),
-    *("docs/tutorials/embeddings.md", "hf-linear-attention evaluate --help", "training/finetune.py"),
+    *(f"docs/tutorials/{name}.md" for name in ("classifier", "embeddings", "images", "python")),
+    *("hf-linear-attention evaluate --help", "training/finetune.py", "conversion/convert_checkpoint.py"),
 }
 
 

@@ -17,6 +17,8 @@ import fake_cuda
 import pytest
 
 
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("measured once")]
+
 # Kernels of each case, and megabytes of the default. What a change lowers is lowered here, too.
 KERNELS = {
     "aft-local": {"train": 287, "padded": 143, "step": 106},

@@ -141,6 +141,7 @@ def test_numbered_sequences_are_those_of_each_apart(row):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_numbered_sequences_are_not_unrolled_in_a_compiled_graph():
     mechanism, recorded, numbers = mechanism_of(LAYERS["hybrid"]), AotEagerAndRecordGraphs(), torch.arange(512) // 100

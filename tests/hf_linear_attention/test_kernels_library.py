@@ -118,6 +118,7 @@ assert x.grad.isfinite().all()
 """
 
 
+@pytest.mark.long
 def test_a_first_call_compiles_and_writes_nothing_and_a_second_import_registers_no_operator_again(tmp_path):
     places = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     command = [sys.executable, "-c", RUN]

@@ -99,6 +99,7 @@ hf_linear_attention.register_feature_map("softplus", SoftplusFeatureMap)
 """
 
 
+@pytest.mark.long
 def test_a_mechanism_and_a_feature_map_are_registered_from_outside(tmp_path):
     """In a process of its own, because the registries are those of the process.
 
