@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_linear_attention import calibrate, divide_exact_keys, supported_model_types
 from hf_linear_attention._common.command_line import not_essential
 from hf_linear_attention._common.devices import memory_of_machine, ready_to_compute
-from hf_linear_attention._common.errors import UsageError
+from hf_linear_attention._common.errors import ConversionError, UsageError, one_line
 from hf_linear_attention._common.folders import only_writer, saving, staging
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite
 from hf_linear_attention._common.logs import progress
@@ -59,6 +59,7 @@ from hf_linear_attention.conversion.verification import verify
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 from hf_linear_attention.model_conversion import with_defaults
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.training.data.batches import Batch
 from hf_linear_attention.training.data.processors import default_length
 
 
@@ -70,6 +71,9 @@ CALIBRATION_TOKENS = 4096
 # stories260k (64 numbers), untrained, 2,048 tokens of its text leave a gap of .010 nats, 8,192 .004, 24,576 .001, and
 # 98,304 no less. Of the built-in text, which is not the model's own, few have to do.
 TOKENS_PER_WEIGHT, SCORE_TOKENS = 32, 24_576
+SHORTEST = 64  # tokens of a row that was divided for lack of memory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -288,10 +292,30 @@ def calibrated(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]
     count = calibration_tokens(conversion)
     try:
         with ready_to_compute(model):
-            tokens = calibrate(model, progress(inputs.batches(count), "calibrating"))
+            tokens = within_memory(lambda rows: calibrate(model, progress(rows, "calibrating")), inputs.batches(count))
     except NotImplementedError as error:
         raise UsageError(f"{conversion.plan.mechanisms} with these settings needs calibration, but {error}") from error
     return {"inputs": inputs.name, "tokens": tokens}
+
+
+def within_memory(fit: Callable[[list[Batch]], T], batches: list[Batch]) -> T:
+    """`fit(batches)`; if torch has no memory for a row, with rows of half the length, as often as it takes.
+
+    Raises:
+        ConversionError: if there is no memory for a row of `SHORTEST` tokens either.
+    """
+    while True:
+        try:
+            return fit(batches)
+        except (RuntimeError, MemoryError) as error:
+            if "memory" not in f"{error}{type(error).__name__}".lower() or "input_ids" not in batches[0]:
+                raise
+            length = max(batch["input_ids"].shape[1] for batch in batches)
+            if length < 2 * SHORTEST:
+                raise ConversionError(f"there is no memory for a row of {length} tokens: {one_line(error)}") from error
+        logger.warning("there is no memory for a row of %s tokens; rows are half as long now", f"{length:,}")
+        split = ({name: x.chunk(2, dim=1) for name, x in batch.items()} for batch in batches)
+        batches = [dict(zip(parts, half)) for parts in split for half in zip(*parts.values())]
 
 
 def with_divided_keys(conversion: Conversion, model: PreTrainedModel) -> Plan:
@@ -302,7 +326,8 @@ def with_divided_keys(conversion: Conversion, model: PreTrainedModel) -> Plan:
         return plan
     logger.info("dividing exact keys between the layers")
     with ready_to_compute(model):
-        numbers = divide_exact_keys(model, inputs.batches(calibration_tokens(conversion)))
+        batches = inputs.batches(calibration_tokens(conversion))
+        numbers = within_memory(lambda rows: divide_exact_keys(model, rows), batches)
     if len({number for number in numbers if number}) < 2:
         return plan
     logger.info("exact keys by layer: %s", ", ".join(map(str, numbers)))

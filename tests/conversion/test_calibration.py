@@ -143,6 +143,40 @@ def test_scores_are_fitted_on_long_rows(tokens, rows, tmp_path):
     assert max(batch["input_ids"].shape[1] for batch in found) == 512
 
 
+def test_rows_without_memory_are_halved(llama, tmp_path, monkeypatch):
+    """The fit starts again, with the same tokens; if no row fits, that is said, and nothing is left."""
+    lengths, counts, fit = [], [], pipeline.calibrate
+
+    def calibrate_in_little(model, batches):
+        batches = list(batches)
+        lengths.append(max(batch["input_ids"].shape[1] for batch in batches))
+        counts.append(sum(int(batch["attention_mask"].sum()) for batch in batches))
+        tokens = fit(model, batches[:1] if lengths[-1] > most else batches)
+        if lengths[-1] > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return tokens
+
+    monkeypatch.setattr(pipeline, "calibrate", calibrate_in_little)
+    monkeypatch.setattr(pipeline, "SHORTEST", 16)
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("keys that later tokens look for are kept\n" * 200)
+    words = ("--model_name_or_path", llama, "--output_dir", out, "--no_verify", "--calibration_file", text)
+    most = 0
+    code, _, err = run(*words)
+    assert code == 1
+    assert "no memory for a row of 24 tokens: CUDA out of memory" in err
+    assert not out.exists()
+    most = 24
+    del lengths[:], counts[:]
+    code, _, err = run(*words)
+    assert code == 0
+    assert "no memory for a row of 48 tokens; rows are half as long now" in err
+    assert lengths == [48, 24]
+    report = json.loads((out / "conversion_report.json").read_text())
+    assert report["calibration"]["tokens"] == counts[0] == counts[1]
+    assert AutoModelForCausalLM.from_pretrained(out)(torch.arange(3, 43)[None]).logits.isfinite().all()
+
+
 def test_keys_are_divided_between_layers_unless_their_number_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr(key_division, "SHARES", SHARES)  # all of them
     llama = tmp_path / "long"
