@@ -11,8 +11,10 @@ a part of its memory taken away:
     random scores   exact keys that are chosen by random weights of the hidden state
 
 "gap" is what is left of the gap between window and original, (student - original) / (window - original), on the same
-tokens; ± is the standard error of the paired difference to the window. Windows of text do not overlap. On two cores
-without AMX, a row of 4,096 tokens takes Qwen2.5-Coder-0.5B one to three minutes.
+tokens; ± is the standard error of the paired difference to the window. "key tokens" has the nats of those that need the
+context, by the thresholds of LongPPL (Fang 2024, arXiv:2410.23771): the original gives them a probability of more than
+e^-2, and e^2 times as much as the window does. Windows of text do not overlap. On two cores without AMX, a row of 4,096
+tokens takes Qwen2.5-Coder-0.5B one to three minutes.
 
 With `--tasks`, a column is the share of values that each model finds again in contexts of `--length` tokens;
 `benchmarks.retrieval` has the tasks, and does the same with the caches of kvpress.
@@ -43,7 +45,7 @@ from hf_linear_attention.training.losses.output_layer import ByRow
 from hf_linear_attention.training.models import checkpoint_dtype
 
 
-SINKS = 4
+SINKS, KEY = 4, 2.0
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -146,7 +148,8 @@ def named(window: SameBytes) -> str:
 def table(found: dict[str, Any], length: int) -> list[dict[str, Any]]:
     """A row for each model: its mean nats in each range of positions, its gap, and the error of the difference."""
     edges = sorted({0, length, *(2**power for power in range(8, 20) if 2**power < length)})
-    rows, position, window = [], found["position"], None
+    rows, position, teacher = [], found["position"], found["nats"]["original"]
+    window = next((nats for name, nats in found["nats"].items() if name.startswith("window of ")), None)
     for name, nats in found["nats"].items():
         window = nats if name.startswith("window of ") else window
         figures: dict[str, Any] = {"model": name}
@@ -155,8 +158,10 @@ def table(found: dict[str, Any], length: int) -> list[dict[str, Any]]:
             figures[f"{first}-{last - 1}"] = nats[here].mean().item()
         here = position >= edges[-2]
         if window is not None:
-            difference, original = (nats - window)[here], found["nats"]["original"][here].mean().item()
+            difference, original = (nats - window)[here], teacher[here].mean().item()
             gap = window[here].mean().item() - original
+            is_key = (teacher < KEY) & (window - teacher > KEY)
+            figures["key tokens"] = nats[is_key].mean().item()
             figures["gap"] = (nats[here].mean().item() - original) / gap
             figures["±"] = (difference.std() / len(difference) ** 0.5).item() / gap
         rows.append(figures | found["found"][name])

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import models, real_attention, rivals, speed
+from benchmarks import models, real, real_attention, rivals, speed
 from benchmarks.papers import copy_task, recall_bytes, recall_tasks
 from hf_linear_attention import convert
 from hf_linear_attention.mechanisms.registry import MECHANISMS
@@ -227,3 +227,14 @@ def test_the_model_of_the_demo_looks_up_what_stood_before():
     assert min(map(len, far)) >= 20
     assert all(statistics.fmean(part) > 0.9 for part in (*far, near))
     assert all(statistics.fmean(part) < 0.2 for part in none)
+
+
+def test_key_tokens_need_the_context():
+    nats = {
+        "original": [1.0, 1.0, 3.0, 0.5],
+        "window of 9 tokens": [4.0, 2.9, 9.0, 2.6],
+        "student": [2.0, 1.0, 8.0, 1.0],
+    }
+    found = {"position": torch.arange(4), "nats": {name: torch.tensor(x) for name, x in nats.items()}}
+    rows = real.table({**found, "found": dict.fromkeys(nats, {})}, 4)
+    assert [row["key tokens"] for row in rows] == [0.75, pytest.approx(3.3), 1.5]
