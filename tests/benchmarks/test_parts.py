@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import statistics
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -231,10 +232,9 @@ def test_the_model_of_the_demo_looks_up_what_stood_before():
 
 def test_key_tokens_need_the_context():
     nats = {
-        "original": [1.0, 1.0, 3.0, 0.5],
-        "window of 9 tokens": [4.0, 2.9, 9.0, 2.6],
-        "student": [2.0, 1.0, 8.0, 1.0],
+        "original": torch.tensor([1.0, 1.0, 3.0, 0.5]),
+        "window of 9 tokens": torch.tensor([4.0, 2.9, 9.0, 2.6]),
+        "student": torch.tensor([2.0, 1.0, 8.0, 1.0]),
     }
-    found = {"position": torch.arange(4), "nats": {name: torch.tensor(x) for name, x in nats.items()}}
-    rows = real.table({**found, "found": dict.fromkeys(nats, {})}, 4)
+    rows = real.table({"position": torch.arange(4), "nats": nats, "found": defaultdict(dict)}, 4)
     assert [row["key tokens"] for row in rows] == [0.75, pytest.approx(3.3), 1.5]
