@@ -220,8 +220,11 @@ class LinearizedAttention:
         mask = None if attention_mask is None else self._read_mask(attention_mask, key, seen, is_causal)
         inputs = MechanismInputs(query, key, value, mask, scaling, is_causal, gates=gates)
         if self.linear_attention.needs_positions and self.linear_attention_backend is None:
-            positions = self._positions(position_ids, query, seen)
-            inputs = self.linear_attention.prepare(inputs._replace(positions=positions))
+            if position_ids is None:  # which some stock models keep from their layers: the numbers of the tokens
+                numbers = torch.arange(query.shape[2], dtype=torch.long, device=query.device)
+                position_ids = (seen + numbers).unsqueeze(0)
+            inputs = inputs._replace(positions=position_ids.expand(query.shape[0], -1))
+            inputs = self.linear_attention.prepare(inputs)
         return inputs
 
     def _refuse_arguments(self, kwargs: Mapping[str, Any], mask: Any) -> None:
@@ -246,12 +249,6 @@ class LinearizedAttention:
                 f"Got an attention mask of type {type(mask).__name__}, as `attn_implementation` = `{name}` makes it; "
                 "linear attention reads masks that are tensors. Choose `sdpa` or `eager`."
             )
-
-    def _positions(self, position_ids: Tensor | None, query: Tensor, seen: int) -> Tensor:
-        """`position_ids`, or where the stock model keeps them from its layers the numbers of the tokens, as it does."""
-        if position_ids is None:
-            position_ids = (seen + torch.arange(query.shape[2], dtype=torch.long, device=query.device)).unsqueeze(0)
-        return position_ids.expand(query.shape[0], -1)
 
     def _read_mask(self, mask: Tensor, key: Tensor, seen: int | Tensor, is_causal: bool) -> Tensor | None:
         """The mask of the keys, bool `[B, S]`, or the numbers of packed sequences; None if all keys are visible."""
