@@ -17,9 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .mechanisms.base import MechanismInputs
+from .mechanisms.base import MechanismInputs, scaled
 from .mechanisms.hybrid import SLOPE_TOKENS
-from .mechanisms.token_gates import scaled
 from .mechanisms.window import within_sequences
 
 

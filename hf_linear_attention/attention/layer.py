@@ -109,15 +109,15 @@ class LinearizedAttention:
         if not self.linear_attention_enabled:
             self._refuse_linear_cache(cache)
             return super().forward(*args, **kwargs)
-        if (foreign := foreign_cache(kwargs)) is not None:
-            raise NotImplementedError(
-                f"Got a {type(foreign).__name__}, but linear attention keeps its state in a `Cache` of transformers. "
-                "Continuous batching does not support a recurrent state; use `generate`."
-            )
         if cache is not None:
             layer = kwargs["state_layer"] = self.find_state_layer(cache)
             if layer is not None:
                 layer.claim(self.linear_attention.signature)
+        elif (foreign := foreign_cache(kwargs)) is not None:
+            raise NotImplementedError(
+                f"Got a {type(foreign).__name__}, but linear attention keeps its state in a `Cache` of transformers. "
+                "Continuous batching does not support a recurrent state; use `generate`."
+            )
         if self.linear_attention_skips_bias:
             hidden = args[0] if args else kwargs["hidden_states"]
             kwargs["position_bias"] = hidden.new_zeros(1, 1, 1, 1)  # otherwise T5 would make one of size N x N
@@ -210,23 +210,34 @@ class LinearizedAttention:
 
         `seen` keys are already in the state.
         """
-        self._refuse_arguments(kwargs)
+        self._refuse_arguments(kwargs, attention_mask)
         scaling = self.linear_attention.shape.head_dim**-0.5 if scaling is None else scaling
         if scaling != self.linear_attention_scaling:  # OPT and similar models scale the query themselves
             query, scaling = query * (scaling / self.linear_attention_scaling), self.linear_attention_scaling
         if is_causal is None or attention_mask is not None or query.shape[2] == 1:
             # Moonshine passes False if a mask hides the future, or if there is no future to hide.
             is_causal = self.linear_attention_is_causal
-        self._refuse_implementation(attention_mask)
         mask = None if attention_mask is None else self._read_mask(attention_mask, key, seen, is_causal)
         inputs = MechanismInputs(query, key, value, mask, scaling, is_causal, gates=gates)
         if self.linear_attention.needs_positions and self.linear_attention_backend is None:
-            positions = self._positions(position_ids, query, seen)
-            inputs = self.linear_attention.prepare(inputs._replace(positions=positions))
+            if position_ids is None:  # which some stock models keep from their layers: the numbers of the tokens
+                numbers = torch.arange(query.shape[2], dtype=torch.long, device=query.device)
+                position_ids = (seen + numbers).unsqueeze(0)
+            inputs = inputs._replace(positions=position_ids.expand(query.shape[0], -1))
+            inputs = self.linear_attention.prepare(inputs)
         return inputs
 
-    def _refuse_implementation(self, mask: Any) -> None:
-        """Refuse the masks of attention functions that have their own, or none where there is padding."""
+    def _refuse_arguments(self, kwargs: Mapping[str, Any], mask: Any) -> None:
+        """Refuse arguments at run time; `refuse_features` has looked for the same features in the stock class.
+
+        Refused are also the masks of attention functions that have their own, or none where there is padding.
+        """
+        for argument, feature in FEATURE_ARGUMENTS.items():
+            if kwargs.get(argument) is not None and feature not in self.linear_attention.settings["drop"]:
+                raise ValueError(
+                    f"{type(self).__name__} passes `{argument}`, which linear attention cannot honour. Keep these "
+                    f"layers softmax (setting `layers`), or convert without it (add `{feature}` to the setting `drop`)."
+                )
         name = attention_implementation(self.model_config) or ""
         if name.startswith("paged|"):
             raise ValueError(
@@ -238,21 +249,6 @@ class LinearizedAttention:
                 f"Got an attention mask of type {type(mask).__name__}, as `attn_implementation` = `{name}` makes it; "
                 "linear attention reads masks that are tensors. Choose `sdpa` or `eager`."
             )
-
-    def _positions(self, position_ids: Tensor | None, query: Tensor, seen: int) -> Tensor:
-        """`position_ids`, or where the stock model keeps them from its layers the numbers of the tokens, as it does."""
-        if position_ids is None:
-            position_ids = (seen + torch.arange(query.shape[2], dtype=torch.long, device=query.device)).unsqueeze(0)
-        return position_ids.expand(query.shape[0], -1)
-
-    def _refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse arguments at run time; `refuse_features` has looked for the same features in the stock class."""
-        for name, feature in FEATURE_ARGUMENTS.items():
-            if kwargs.get(name) is not None and feature not in self.linear_attention.settings["drop"]:
-                raise ValueError(
-                    f"{type(self).__name__} passes `{name}`, which linear attention cannot honour. Keep these layers "
-                    f"softmax (setting `layers`), or convert without it (add `{feature}` to the setting `drop`)."
-                )
 
     def _read_mask(self, mask: Tensor, key: Tensor, seen: int | Tensor, is_causal: bool) -> Tensor | None:
         """The mask of the keys, bool `[B, S]`, or the numbers of packed sequences; None if all keys are visible."""
@@ -358,9 +354,9 @@ class LinearizedCrossAttention(LinearizedAttention):
         cache = getattr(cache, "cross_attention_cache", None)
         return None if cache is None else state_layer(cache, self.layer_idx)
 
-    def _refuse_arguments(self, kwargs: Mapping[str, Any]) -> None:
+    def _refuse_arguments(self, kwargs: Mapping[str, Any], mask: Any) -> None:
         # T5 passes a bias of zeros to its cross-attention.
-        super()._refuse_arguments({name: value for name, value in kwargs.items() if name != "position_bias"})
+        super()._refuse_arguments({name: value for name, value in kwargs.items() if name != "position_bias"}, mask)
 
     def _read_mask(self, mask: Tensor, key: Tensor, seen: int | Tensor, is_causal: bool) -> Tensor | None:
         """Read the mask of the keys, equal for all queries; after the first step the keys are in the state."""

@@ -127,6 +127,46 @@ def check_attention(
     return features
 
 
+def check_window(
+    window: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    sink_key: Tensor,
+    sink_value: Tensor,
+    seen: Tensor,
+    sink_query: Tensor | None,
+) -> int:
+    """Check the arguments of the operator `window_attention` and return the number of keys that a query sees.
+
+    With a `window` above 0, there is a key for every query, which sees window - 1 places on either side of its own.
+    With 0, query t sees the keys from t on, as `torch_kernels.window.NearKeys` has them.
+
+    Raises:
+        ValueError: for the first invalid argument.
+    """
+    batch, _, kv_heads = check_heads(query, key, value)
+    length, places = query.shape[2], key.shape[2]
+    if window < 0 or (window and places != length):
+        raise ValueError(
+            f"Got a window of {window} for {length} queries and {places} keys; with one above 0, there is "
+            "a key for every query, and 0 stands for keys that are padded."
+        )
+    if places < max(length, 1):
+        raise ValueError(f"Got {places} keys for {length} queries; every query needs at least one key of its own.")
+    check_shape("query", query, (*query.shape[:3], key.shape[3]), like=query)
+    check_shape("visible", visible, (batch, places), like=query)
+    sinks = sink_key.shape[2] if sink_key.ndim == 4 else 0
+    check_shape("sink_key", sink_key, (batch, kv_heads, sinks, key.shape[3]), like=query)
+    check_shape("sink_value", sink_value, (batch, kv_heads, sinks, value.shape[3]), like=query)
+    check_shape("seen", seen, (batch, length, sinks), like=query)
+    check_shape("sink_query", sink_query, tuple(query.shape), like=query)
+    if visible.dtype != torch.bool or seen.dtype != torch.bool:
+        raise ValueError(f"`visible` and `seen` are {visible.dtype} and {seen.dtype}; both must be bool.")
+    return 2 * window - 1 if window else places - length + 1
+
+
 def check_state(name: str, state: Tensor, shape: tuple[int, ...], query: Tensor, value: Tensor) -> None:
     """Raise ValueError unless a state has this shape and the accumulation dtype of the values."""
     check_shape(name, state, shape, like=query)

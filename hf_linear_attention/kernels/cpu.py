@@ -328,9 +328,14 @@ def run_attention(
     """
     tasks: list[Callable[[], None]] = []
     for tensors in calls:
-        call, count = _call(name, function, tensors, turned)
-        threads = max(1, min(torch.get_num_threads() // len(calls), count))
-        bounds = [count * number // threads for number in range(threads + 1)]
+        query, key, value, *_ = tensors
+        if query is None or key is None or value is None:
+            raise ValueError("Queries, keys and values are required; got None.")
+        (batch, heads, groups, length, inputs), (features, *how) = query.shape, function
+        shape = (heads, groups, length, key.shape[3], inputs, features, value.shape[-1], *how, *turned)
+        threads = max(1, min(torch.get_num_threads() // len(calls), batch * heads))
+        bounds = [batch * heads * number // threads for number in range(threads + 1)]
+        call = functools.partial(_compute, name, tensors, _described(tensors), shape)
         tasks += [functools.partial(call, *pair) for pair in itertools.pairwise(bounds)]
     # This thread takes the first task: with all of them in the pool, two threads were at times no faster than one.
     first, *others = tasks
@@ -343,24 +348,11 @@ def run_attention(
         future.result()
 
 
-def _call(
-    name: str, function: Sequence[int], tensors: Sequence[Tensor | None], turned: Sequence[int]
-) -> tuple[Callable[[int, int], None], int]:
-    """`call(start, stop)`, which computes these (batch, head) pairs, and the number of pairs."""
-    query, key, value, *_ = tensors
-    if query is None or key is None or value is None:
-        raise ValueError("Queries, keys and values are required; got None.")
-    batch, heads, groups, length, inputs = query.shape
-    features, *how = function
-    shape = (heads, groups, length, key.shape[3], inputs, features, value.shape[-1], *how, *turned)
-    described, compute = _described(tensors), getattr(library(), name)
-
-    def call(start: int, stop: int, kept: Sequence[Tensor | None] = tensors) -> None:
-        # `kept` holds the memory at these addresses as long as a thread may write there, whatever its caller does.
-        if compute((ctypes.c_int64 * (len(shape) + 2))(*shape, start, stop), described):
-            raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")
-
-    return call, batch * heads
+def _compute(name: str, kept: Sequence[Any], described: ctypes.Array, shape: tuple[int, ...], *pairs: int) -> None:
+    """Compute the (batch, head) pairs from the first to before the second of `pairs`."""
+    # `kept` holds the memory at these addresses as long as a thread may write there, whatever its caller does.
+    if getattr(library(), name)((ctypes.c_int64 * (len(shape) + 2))(*shape, *pairs), described):
+        raise MemoryError(f"No memory is left for the working space of `{name}`; make the batch smaller.")
 
 
 def run_step(

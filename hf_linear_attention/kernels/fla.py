@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..torch_kernels.blocks import is_on_cuda
 from .cpu import requested_backend
 
 
@@ -38,11 +39,6 @@ def gpu_kernel(value: Tensor, length: int) -> Callable[..., Any] | None:
     if not is_on_cuda(value) or requested_backend() == "torch" or not takes(value, length):
         return None
     return causal_attention
-
-
-def is_on_cuda(tensor: Tensor) -> bool:
-    """Whether this is a real tensor on CUDA; fake tensors have no memory."""
-    return tensor.device.type == "cuda" and type(tensor) is Tensor
 
 
 def takes(value: Tensor, length: int) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..torch_kernels.blocks import EMPTY_MAXIMUM, EXP, accumulation_dtype, needs_plain
 from ..torch_kernels.causal import gradients_with_graph
 from ..torch_kernels.exact_keys import Kept
-from .checks import check_attention, check_needed, check_results, check_shape, check_turns
+from .checks import check_attention, check_needed, check_results, check_shape, check_turns, check_window
 from .cpu import NOT_TURNED, attend, differentiate, in_large_pages, run_attention, takes, takes_attention
 from .hybrid_arguments import HybridArguments
 from .hybrid_in_torch import hybrid_in_torch
@@ -36,9 +36,9 @@ from .operators import (
     saving,
     shared_gradients,
     table_per_head,
+    window_arguments,
     with_rows,
 )
-from .window import check_window, window_arguments
 
 
 HYBRID = (

@@ -292,6 +292,29 @@ def arguments_of_map(given: Tensors, kv_heads: int, constants: Tensors = (None, 
     ]
 
 
+def window_arguments(
+    scaling: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    sink_key: Tensor,
+    sink_value: Tensor,
+    seen: Tensor,
+    sink_query: Tensor | None,
+    sink_turn: Tensor | None = None,
+) -> list[Tensor | None]:
+    """The arguments of the C kernel for window and sinks, up to the angles of the sinks, with five axes each."""
+    kv_heads = key.shape[1]
+    scale = query.new_full((1,) * 5, scaling, dtype=torch.float32)
+    numbers = (visible[:, None, None, :, None], seen[:, None, None], scale)
+    visible, seen, scale = (with_rows(x).expand(query.shape[0], kv_heads, -1, -1, -1) for x in numbers)
+    keys = [with_rows(x).unsqueeze(2) for x in (key, value, sink_key, sink_value)]
+    sink_query = None if sink_query is None else grouped(with_rows(sink_query), kv_heads)
+    turn = table_per_head(sink_turn, query, kv_heads)
+    return [grouped(with_rows(query), kv_heads), *keys[:2], visible, *keys[2:], seen, sink_query, scale, turn]
+
+
 def gradient_like(x: Tensor) -> Tensor:
     """New memory for the gradient of `x`, in its layout if its rows are dense, because C writes dense rows."""
     grad = torch.empty_like(x)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..torch_kernels.blocks import accumulation_dtype, needs_plain
 from ..torch_kernels.causal import gradients_with_graph
 from ..torch_kernels.window import plain_window
-from .checks import check_heads, check_results, check_shape
+from .checks import check_results, check_shape, check_window
 from .cpu import in_large_pages, run_attention, takes, takes_attention, without_dispatcher
 from .operators import (
     Operator,
@@ -28,7 +28,7 @@ from .operators import (
     or_nothing,
     register,
     saving,
-    table_per_head,
+    window_arguments,
     with_rows,
 )
 
@@ -184,69 +184,6 @@ def _differentiate_window(
     query, key, value, sink_key, sink_value, sink_query = found
     grads = (query, key, value, None, sink_key, sink_value, None, sink_query if inputs[7] is not None else None)
     return *grads, None, None
-
-
-def window_arguments(
-    scaling: float,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor,
-    sink_key: Tensor,
-    sink_value: Tensor,
-    seen: Tensor,
-    sink_query: Tensor | None,
-    sink_turn: Tensor | None = None,
-) -> list[Tensor | None]:
-    """The arguments of the C kernel for window and sinks, up to the angles of the sinks, with five axes each."""
-    kv_heads = key.shape[1]
-    scale = query.new_full((1,) * 5, scaling, dtype=torch.float32)
-    numbers = (visible[:, None, None, :, None], seen[:, None, None], scale)
-    visible, seen, scale = (with_rows(x).expand(query.shape[0], kv_heads, -1, -1, -1) for x in numbers)
-    keys = [with_rows(x).unsqueeze(2) for x in (key, value, sink_key, sink_value)]
-    sink_query = None if sink_query is None else grouped(with_rows(sink_query), kv_heads)
-    turn = table_per_head(sink_turn, query, kv_heads)
-    return [grouped(with_rows(query), kv_heads), *keys[:2], visible, *keys[2:], seen, sink_query, scale, turn]
-
-
-def check_window(
-    window: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor,
-    sink_key: Tensor,
-    sink_value: Tensor,
-    seen: Tensor,
-    sink_query: Tensor | None,
-) -> int:
-    """Check the arguments of the operator `window_attention` and return the number of keys that a query sees.
-
-    With a `window` above 0, there is a key for every query, which sees window - 1 places on either side of its own.
-    With 0, query t sees the keys from t on, as `torch_kernels.window.NearKeys` has them.
-
-    Raises:
-        ValueError: for the first invalid argument.
-    """
-    batch, _, kv_heads = check_heads(query, key, value)
-    length, places = query.shape[2], key.shape[2]
-    if window < 0 or (window and places != length):
-        raise ValueError(
-            f"Got a window of {window} for {length} queries and {places} keys; with one above 0, there is "
-            "a key for every query, and 0 stands for keys that are padded."
-        )
-    if places < max(length, 1):
-        raise ValueError(f"Got {places} keys for {length} queries; every query needs at least one key of its own.")
-    check_shape("query", query, (*query.shape[:3], key.shape[3]), like=query)
-    check_shape("visible", visible, (batch, places), like=query)
-    sinks = sink_key.shape[2] if sink_key.ndim == 4 else 0
-    check_shape("sink_key", sink_key, (batch, kv_heads, sinks, key.shape[3]), like=query)
-    check_shape("sink_value", sink_value, (batch, kv_heads, sinks, value.shape[3]), like=query)
-    check_shape("seen", seen, (batch, length, sinks), like=query)
-    check_shape("sink_query", sink_query, tuple(query.shape), like=query)
-    if visible.dtype != torch.bool or seen.dtype != torch.bool:
-        raise ValueError(f"`visible` and `seen` are {visible.dtype} and {seen.dtype}; both must be bool.")
-    return 2 * window - 1 if window else places - length + 1
 
 
 OPERATORS_OF_WINDOW = {

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..torch_kernels.blocks import is_tracing
+from ..torch_kernels.blocks import accumulated, is_tracing
 from ..torch_kernels.implementations import load_implementations
 from .settings import MechanismOptions
 
@@ -228,6 +228,18 @@ class AttentionMechanism(MechanismOptions, nn.Module):
                 inputs = inputs._replace(gates=zeros.gates(hidden))
             state = zeros(inputs)[1]
         return [(tensor.shape, tensor.dtype) for tensor in state or ()]
+
+
+def scaled(hidden_states: Tensor) -> Tensor:
+    """Hidden states divided by sqrt(E) in the accumulation dtype, so that one learning rate suits every width."""
+    return accumulated(hidden_states) * hidden_states.shape[-1] ** -0.5
+
+
+def hidden_size_of(shape: LayerShape) -> int:
+    """E of a layer whose mechanism has gates; ValueError if it is unknown."""
+    if shape.hidden_size is None:
+        raise ValueError("Gates are computed from hidden states; give the layer's `hidden_size`.")
+    return shape.hidden_size
 
 
 class OutputParts:

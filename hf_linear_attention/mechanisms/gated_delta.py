@@ -32,10 +32,20 @@ from ..features.maps import identity_start
 from ..positions.rotary import rotary_shift, without_hidden
 from ..torch_kernels.blocks import accumulated, accumulation_dtype, project_heads, with_dtype
 from ..torch_kernels.delta import gated_delta, unit_length
-from .base import AttentionMechanism, LayerShape, MechanismInputs, State, gather_tokens, inverse_order, real_first
+from .base import (
+    AttentionMechanism,
+    LayerShape,
+    MechanismInputs,
+    State,
+    gather_tokens,
+    hidden_size_of,
+    inverse_order,
+    real_first,
+    scaled,
+)
 from .qwen3_5 import Qwen35Rule
 from .settings import QWEN3_5, GatedDeltaOptions
-from .token_gates import INITIAL_SLOPE, ForgetGate, SigmoidGate, hidden_size_of, scaled
+from .token_gates import INITIAL_SLOPE, ForgetGate, SigmoidGate
 
 
 class ShortConvolution(nn.Module):

@@ -32,13 +32,12 @@ from transformers import initialization as init
 from ..features.maps import FEATURE_MAPS, half_squared_norm
 from ..positions.rotary import LearnedDecay, decay_of, rotary_shift
 from ..torch_kernels.attention import makes_features, map_attention, state_after
-from ..torch_kernels.blocks import EXP, KernelMap, accumulated, is_eager, sized_step, with_dtype
+from ..torch_kernels.blocks import EXP, KernelMap, accumulated, is_eager, is_on_cuda, sized_step, with_dtype
 from ..torch_kernels.exact_keys import Kept, Leaving, attend_to_kept
 from ..torch_kernels.implementations import implemented
 from ..torch_kernels.window import Part, join, joined_output, log_size
-from .base import LayerShape, MechanismInputs, State
+from .base import LayerShape, MechanismInputs, State, hidden_size_of, scaled
 from .settings import HybridOptions
-from .token_gates import hidden_size_of, scaled
 from .window import ORDINARY, Line, WindowAttention, WindowState
 
 
@@ -104,25 +103,11 @@ class HybridAttention(HybridOptions, WindowAttention):
     def gates(self, hidden_states: Tensor) -> Tensor:
         """The scores `[B, N, Hkv]` of the keys, without what their positions add."""
         weight = cast(Tensor, self.score_projection)
-        if (found := implemented("scores_on_cuda", hidden_states, weight)) is not None:
+        found = implemented("scores_on_cuda", hidden_states, weight) if is_on_cuda(hidden_states) else None
+        if found is not None:
             return found
         hidden = scaled(hidden_states)
         return F.linear(hidden, with_dtype(weight, hidden.dtype))
-
-    def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
-        """Window, sinks and far keys; see `AttentionMechanism.forward` and `gates`.
-
-        Raises:
-            ValueError: with exact keys, without gates.
-        """
-        if self.num_exact_keys and inputs.gates is None:
-            raise ValueError("`num_exact_keys` needs `gates`; compute them with the method of that name.")
-        return super().forward(inputs, state)
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether there are only a window, sinks, exact and far keys, which one kernel computes together."""
-        return self.alibi is None and self.uses_far
 
     def _step_in_rows(self, inputs: MechanismInputs, states: State) -> Tensor | None:
         if self.num_exact_keys and inputs.gates is None:
@@ -132,21 +117,16 @@ class HybridAttention(HybridOptions, WindowAttention):
 
     def _step(self, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State] | None:
         """`_attend_causally` for one token in few operations, because at this size the overhead of each dominates."""
-        if not self._is_plain or torch.is_grad_enabled():
+        if self.alibi is not None or not self.uses_far or torch.is_grad_enabled():
             return None
         query = inputs.query
-        if (found := implemented("hybrid_step_on_cuda", self, inputs, old)) is not None:
+        found = implemented("hybrid_step_on_cuda", self, inputs, old) if is_on_cuda(query) else None
+        if found is not None:
             return found
-        if implemented("takes_hybrid_step", query, inputs.key, inputs.value, old.key, old.value):
-            return implemented("hybrid_step", self._step_arguments(inputs, old), inputs.in_place, inputs.rows)
-        if inputs.rows is not None:
-            return None
-        if self.num_exact_keys or not is_eager(query) or query.device.type != "cpu":
-            return None
-        return self._step_in_torch(inputs, old) if bool((old.kind == ORDINARY).all()) else None
-
-    def _step_arguments(self, inputs: MechanismInputs, old: WindowState) -> tuple[Any, ...]:
-        """The `StepArguments` of the kernels."""
+        if not implemented("takes_hybrid_step", query, inputs.key, inputs.value, old.key, old.value):
+            if self.num_exact_keys or inputs.rows is not None or not is_eager(query) or query.device.type != "cpu":
+                return None
+            return self._step_in_torch(inputs, old) if bool((old.kind == ORDINARY).all()) else None
         gates, positions, kernel_map = inputs.gates, None, self.feature_map.unscaled_map()
         if self.turns[0] and inputs.positions is not None:
             positions = with_dtype(inputs.positions, torch.int32)
@@ -156,12 +136,12 @@ class HybridAttention(HybridOptions, WindowAttention):
         if self.score_slope is not None and gates is not None:
             scores = with_dtype(gates, torch.float32), with_dtype(self.score_slope, torch.float32) / SLOPE_TOKENS
         turns, log_decay = self.turns, None if self.decay is None else self.decay()
-        given: Any = (
-            *(inputs.query, key, value, *scores, positions),
+        given = (  # `StepArguments` of the kernels
+            *(query, key, value, *scores, positions),
             *(*kernel_map.key, kernel_map.query.weight, log_decay, list(old.stored), *self.mix.kernel_parameters()),
             *(*turns, kernel_map.function, inputs.scaling),
         )
-        return given
+        return implemented("hybrid_step", given, inputs.in_place, inputs.rows)
 
     def far_rows(self, query: Tensor, old: WindowState, positions: Any) -> tuple[Tensor, Tensor]:
         """The query, and the key that leaves the window, as the feature map sees them."""
@@ -294,9 +274,10 @@ class HybridAttention(HybridOptions, WindowAttention):
         self, inputs: MechanismInputs, line: Line, sinks: tuple[Tensor, ...], seen: Tensor, sums: Any
     ) -> tuple[Tensor, Any] | None:
         query, features = inputs.query, self.feature_map.num_features
-        if not self._is_plain or not self.joins_at_once:
+        if self.alibi is not None or not self.uses_far or not self.joins_at_once:
             return None
-        if (found := implemented("hybrid_on_cuda", self, inputs, line, sinks, seen, sums)) is not None:
+        found = implemented("hybrid_on_cuda", self, inputs, line, sinks, seen, sums) if is_on_cuda(query) else None
+        if found is not None:
             return found
         if not implemented("takes_hybrid", query, line.key, line.value, line.kind, features):
             return None

@@ -27,8 +27,8 @@ from transformers import initialization as init
 
 from ..torch_kernels.blocks import accumulated, with_dtype
 from ..torch_kernels.delta import gated_delta, unit_length
-from .base import LayerShape, MechanismInputs
-from .token_gates import INITIAL_SLOPE, hidden_size_of
+from .base import LayerShape, MechanismInputs, hidden_size_of
+from .token_gates import INITIAL_SLOPE
 
 
 # silu is nearly linear for small values, and the norm of the output takes the scale away again.

@@ -25,7 +25,7 @@ from transformers import initialization as init
 
 from ..features.maps import orthogonal_random_matrix
 from ..torch_kernels.blocks import Affine, KernelMap, accumulated, with_dtype
-from .base import LayerShape
+from .base import LayerShape, hidden_size_of, scaled
 
 
 # -g at the start. The heads of stories260k look 4 to 44 tokens back on average, and a state that starts with the
@@ -33,18 +33,6 @@ from .base import LayerShape
 INITIAL_SLOPE = 1 / 20
 # Exponents count from the start of a part, so that float32 keeps their digits however long the input is.
 TOKENS_PER_PART = 4096
-
-
-def scaled(hidden_states: Tensor) -> Tensor:
-    """Hidden states divided by sqrt(E) in the accumulation dtype, so that one learning rate suits every width."""
-    return accumulated(hidden_states) * hidden_states.shape[-1] ** -0.5
-
-
-def hidden_size_of(shape: LayerShape) -> int:
-    """E of a layer whose mechanism has gates; ValueError if it is unknown."""
-    if shape.hidden_size is None:
-        raise ValueError("Gates are computed from hidden states; give the layer's `hidden_size`.")
-    return shape.hidden_size
 
 
 class ForgetGate(nn.Module):

@@ -208,8 +208,10 @@ class WindowAttention(WindowOptions, AttentionMechanism):
             self.alibi.reset_parameters()
 
     def forward(self, inputs: MechanismInputs, state: State | None = None) -> tuple[Tensor, State | None]:
-        """Exact attention to the window and the sinks; see `AttentionMechanism.forward`."""
+        """See `AttentionMechanism.forward`; ValueError with exact keys, without gates."""
         query = inputs.query
+        if self.num_exact_keys and inputs.gates is None:
+            raise ValueError("`num_exact_keys` needs `gates`; compute them with the method of that name.")
         if inputs.attention_mask is not None and inputs.is_packed:
             self._refuse_numbers(inputs.is_causal, state)
         if not query.shape[2]:
@@ -231,7 +233,7 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         mask = inputs.attention_mask.gather(1, places)
         positions = None if inputs.positions is None else inputs.positions.gather(1, places)
         inputs = inputs._replace(query=query, key=key, value=value, attention_mask=mask, positions=positions)
-        if self.num_exact_keys and inputs.gates is not None:
+        if inputs.gates is not None:
             inputs = inputs._replace(gates=gather_tokens(inputs.gates.unsqueeze(1), places).squeeze(1))
         output, new = self._attend_causally(inputs, old)
         output = gather_tokens(output.masked_fill((mask <= 0)[:, None, :, None], 0.0), inverse_order(places))
@@ -289,7 +291,9 @@ class WindowAttention(WindowOptions, AttentionMechanism):
             inputs = inputs._replace(key=inputs.key.to(old.key.dtype), value=inputs.value.to(old.value.dtype))
         if inputs.positions is not None:
             inputs = inputs._replace(positions=with_dtype(inputs.positions, torch.int32))
-        line, last, sinks, seen, position, num_seen = self._slots(inputs, old)
+        is_whole = inputs.attention_mask is None and old is None and not is_free(length)
+        slots = self._slots_of_whole_input(inputs) if is_whole else self._slots(inputs, old)
+        line, last, sinks, seen, position, num_seen = slots
         sums: Any = None if old is None else old.sums
         found = self._at_once(inputs, line, sinks, seen, sums) if numbers is None else None
         output, sums = found or self._in_parts(inputs, line, sinks, seen, position, sums)
@@ -303,8 +307,6 @@ class WindowAttention(WindowOptions, AttentionMechanism):
     def _slots(self, inputs: MechanismInputs, old: WindowState | None) -> Slots:
         """What the queries see and the state keeps of these tokens and those before them."""
         length = inputs.key.shape[2]
-        if inputs.attention_mask is None and old is None and not is_free(length):
-            return self._slots_of_whole_input(inputs)
         mask = inputs.key_mask
         first: Any  # the place of the first token of each token's sequence, before the new tokens if negative
         if inputs.is_packed:

@@ -566,6 +566,11 @@ def is_eager(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and not needs_plain(tensor)
 
 
+def is_on_cuda(tensor: Tensor) -> bool:
+    """Whether this is a real tensor on CUDA; fake tensors have no memory."""
+    return tensor.device.type == "cuda" and type(tensor) is Tensor
+
+
 def is_free(length: int) -> bool:
     """Whether a graph is being exported in which this length is a variable, so that nothing may depend on it."""
     return isinstance(length, torch.SymInt)

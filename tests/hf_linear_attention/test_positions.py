@@ -15,9 +15,9 @@ from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalL
 
 from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.attention.architectures import attention_modules
-from hf_linear_attention.attention.layer import LinearizedAttention
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.observed_rotary import observed_rotary
+from hf_linear_attention.positions.rotary import RotaryShift
 
 
 # 3 heads: not a power of two, for which ALiBi's slopes have a formula of their own
@@ -177,8 +177,7 @@ def test_unrotated_is_what_the_projections_gave(name, monkeypatch):
     inputs = {"input_ids": torch.randint(5, 64, (2, 6))}
     with torch.no_grad():
         model(**inputs)
-        nowhere = torch.zeros(2, 6, dtype=torch.int32)
-        monkeypatch.setattr(LinearizedAttention, "_positions", lambda *given: nowhere)
+        monkeypatch.setattr(RotaryShift, "__call__", lambda self, x, tokens: x)
         for module in model.modules():
             if type(module).__name__.lower().endswith("rotaryembedding"):
                 module.register_forward_hook(lambda m, a, out: (torch.ones_like(out[0]), torch.zeros_like(out[1])))
