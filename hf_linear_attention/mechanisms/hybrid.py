@@ -119,6 +119,12 @@ class HybridAttention(HybridOptions, WindowAttention):
             raise ValueError("`num_exact_keys` needs `gates`; compute them with the method of that name.")
         return super().forward(inputs, state)
 
+    def attend_packed(self, inputs: MechanismInputs) -> Tensor | None:
+        """On CUDA, in as many launches as one sequence; see `AttentionMechanism.attend_packed`."""
+        if not inputs.is_causal or not self._is_plain or not self.joins_at_once:
+            return None
+        return implemented("packed_hybrid_on_cuda", self, inputs)
+
     @property
     def _is_plain(self) -> bool:
         """Whether there are only a window, sinks, exact and far keys, which one kernel computes together."""
