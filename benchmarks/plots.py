@@ -3,8 +3,9 @@
     python -m benchmarks.plots [OUT/conversion_report.json]
 
 `quick_start` has nats per token by position: it reads docs/images/quick_start.json, or takes the figures of a
-conversion's report and keeps them there first. `recall_bytes` and `steps` (a token's time against the context) show the
-results of these benchmarks.
+conversion's report and keeps them there first. `real_decoder` has what a real model loses by position: it reads
+benchmarks/results/real.json, which `benchmarks.real --output` wrote. `recall_bytes` and `steps` (a token's time against
+the context) show the results of these benchmarks.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ POSITIONS = {
     "same_bytes": ("untrained window, same bytes", "#888888", "--"),
     "student": ("converted (linear)", "#1f4e9c", "-"),
 }
+# Sizes of states in tokens, in the order of the results.
+STATES = {2048: "#1f4e9c", 512: "#2a9d5c"}
 TOP = 2.0  # nats; what lies above is written as a number
 # By the names of the figures in the results.
 PANELS = {
@@ -87,6 +90,26 @@ def quick_start(positions: dict):
     axes.set(xlabel="position of the token", ylabel="nats per token (lower is better)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left")
+    return figure
+
+
+def real_decoder(rows: list[dict]):
+    """The figure: nats above the original by range of positions, a color for each size of state."""
+    names = [name for name in rows[0] if "-" in name and int(name.partition("-")[0]) >= 256]
+    edges = [int(names[0].partition("-")[0]), *(1 + int(name.partition("-")[2]) for name in names)]
+    figure, axes = new_figure("real_decoder", 7.5, 3.6)
+    pairs = zip(rows[1::2], rows[2::2], STATES.items(), strict=True)
+    for window, student, (tokens, color) in pairs:
+        for row, label, style in ((window, "untrained window", "--"), (student, "converted", "-")):
+            lost = [row[name] - rows[0][name] for name in names]
+            label = f"{label}, {tokens:,} tokens"
+            axes.stairs(lost, edges, baseline=None, label=label, color=color, linewidth=2.2, linestyle=style)
+    axes.axhline(0, color=POSITIONS["teacher"][1], linewidth=1.5, label="original")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(edges, [f"{edge:,}" for edge in edges])
+    axes.set(xlabel="position of the token", ylabel="nats per token above the original")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left")
     return figure
 
 
@@ -151,6 +174,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         keep(read(Path(sys.argv[1])))
     save(quick_start(read(KEPT)["quality"]["positions"]), "quick_start")
+    save(real_decoder(read(RESULTS / "real.json")["rows"]), "real_decoder")
     save(recall_bytes(read(RESULTS / "recall_bytes.json")["tasks"]), "recall_bytes")
     save(steps(read(RESULTS / "speed.json")["milliseconds"]["steps"]), "steps")
 

@@ -270,7 +270,9 @@ class LinearizedAttention:
             return query.new_zeros(batch, length, heads, inputs.value.shape[3])
         is_packed = inputs.is_packed
         if is_packed and not is_tracing():
-            output = attend_packed(lambda part: self.linear_attention(part, None)[0], inputs)
+            output = self.linear_attention.attend_packed(inputs)
+            if output is None:
+                output = attend_packed(lambda part: self.linear_attention(part, None)[0], inputs)
             if state_layer is not None:
                 self._keep_last_sequence(inputs, state_layer)
             return output

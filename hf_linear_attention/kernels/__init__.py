@@ -15,7 +15,7 @@ def register_kernels() -> None:
     from .fla import gpu_kernel
     from .hybrid import hybrid, takes_hybrid
     from .hybrid_step import hybrid_step, takes_hybrid_step
-    from .on_cuda import hybrid_on_cuda, hybrid_step_on_cuda
+    from .on_cuda import hybrid_on_cuda, hybrid_step_on_cuda, packed_hybrid_on_cuda
     from .operators import attention, attention_step, elu_plus_one, makes_features, slot_attention
     from .triton_hybrid import scores
     from .window import window, window_both_ways
@@ -35,6 +35,7 @@ def register_kernels() -> None:
         "hybrid_step_on_cuda": hybrid_step_on_cuda,
         "in_large_pages": in_large_pages,
         "makes_features": makes_features,
+        "packed_hybrid_on_cuda": packed_hybrid_on_cuda,
         "scores_on_cuda": scores,
         "slot_attention": slot_attention,
         "takes_hybrid": takes_hybrid,

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..features.maps import ExpFeatureMap
@@ -25,14 +26,56 @@ def hybrid_on_cuda(
         return None
     if torch.is_grad_enabled() and (sums is not None or line.key.shape[2] != query.shape[2]):
         return None
-    count, (_, first, is_interleaved, trained_length) = mechanism.num_exact_keys, mechanism.turns
-    old, kept = (sums[0], sums[1:]) if count and sums is not None else (sums, ())
+    output, new_sums, new_kept = _prefill(mechanism, inputs, line, sinks, seen, sums, mechanism.num_exact_keys)
+    return output.transpose(1, 2), (new_sums, *new_kept) if mechanism.num_exact_keys else new_sums
+
+
+def packed_hybrid_on_cuda(mechanism: HybridAttention, inputs: MechanismInputs) -> Tensor | None:
+    """The output `[B, N, H, W]` of packed sequences as they stand in a row, if Triton takes these tensors.
+
+    In its sequence, a sink is an exact key with the largest score, which no other key displaces. Beyond the trained
+    length, queries see exact keys at the last trained distance and sinks from the last trained position: the same, if
+    sinks stand at position 0.
+    """
+    query, key, value, numbers, *_ = inputs
+    sinks, (_, _, _, trained_length) = mechanism.num_sinks, mechanism.turns
+    count, no_sinks = mechanism.num_exact_keys + sinks, (key[:, :, :0], value[:, :, :0])
+    if numbers is None or not fla.is_on_cuda(query) or not count or 0 < trained_length < mechanism.window_size + sinks:
+        return None
+    if not triton_hybrid.takes(query, key, value, no_sinks[0], *_map_of(mechanism)):
+        return None
+    place = torch.arange(numbers.shape[1], dtype=torch.int32, device=numbers.device)
+    changes = numbers[:, 1:] != numbers[:, :-1]
+    starts = torch.where(F.pad(changes, (1, 0), value=True), place, 0).cummax(dim=1).values
+    ends = torch.where(F.pad(changes, (0, 1), value=True), place + 1, len(place))
+    ends = ends.flip(1).cummin(dim=1).values.flip(1)
+    position = place - starts
+    is_sink = position < sinks
+    score = mechanism.scores(inputs, position + 1)
+    if score is None:
+        score = key.new_zeros(*key.shape[:3], 1, dtype=torch.float32)
+    score = score.masked_fill(is_sink[:, None, :, None], torch.finfo(torch.float32).max)
+    key_position = None
+    if inputs.positions is not None:
+        inputs = inputs._replace(positions=with_dtype(inputs.positions, torch.int32))
+        key_position = cast(Tensor, inputs.positions).masked_fill(is_sink, 0)
+    line = Line(key, value, numbers > 0, key_position, score)
+    seen, spans = is_sink.new_empty(*numbers.shape, 0), torch.stack((starts, ends))
+    return _prefill(mechanism, inputs, line, no_sinks, seen, None, count, spans)[0]
+
+
+def _prefill(
+    mechanism: HybridAttention, inputs: MechanismInputs, line: Line, sinks: tuple[Tensor, ...], seen: Tensor, sums: Any,
+    count: int, spans: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
+    _, first, is_interleaved, trained_length = mechanism.turns
+    old, *kept = sums if isinstance(sums, tuple) else (sums,)
     given: Any = (
         *(inputs.query, line.key, line.value, line.kind, *sinks, seen, line.score, inputs.positions, line.position),
         *(*_parameters_of(mechanism), old, kept, mechanism.mix.far_log_scale, mechanism.mix.query_norm_weight),
         _frequencies_of(mechanism, inputs.query),
     )
-    output, new_sums, new_kept = triton_hybrid.prefill(
+    return triton_hybrid.prefill(
         *given,
         window=mechanism.window_size,
         count=count,
@@ -41,8 +84,8 @@ def hybrid_on_cuda(
         trained_length=trained_length,
         scaling=inputs.scaling,
         is_rate=True,
+        spans=spans,
     )
-    return output.transpose(1, 2), (new_sums, *new_kept) if count else new_sums
 
 
 def hybrid_step_on_cuda(

@@ -48,8 +48,10 @@ from .triton_prefill import (
     _order_at,
     _rows,
     _sink_rows,
+    _start_at,
     _states,
     _store_sums,
+    _where_it_goes_on,
     _window_rows,
     lists_of,
 )
@@ -88,7 +90,7 @@ def _map_rows(
 @triton.jit
 def _of_far_queries(
     query, value, visible, position, order, frequencies, query_weight, log_decay, log_scale, norm_weight, gone,
-    exponents, states, out, grad_out, size, delta, query_exponents, grad_query, of_maps,
+    starts, exponents, states, out, grad_out, size, delta, query_exponents, grad_query, of_maps,
     query_batch, query_head, query_row, value_batch, value_head, value_row, grad_batch, grad_head, grad_row,
     N, K, scaling, root,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
@@ -131,6 +133,9 @@ def _of_far_queries(
     state, total, largest = _load_sums(states + (bh * K + k) * F * (V + 2), f, cv, F, V)
     found = tl.dot(rows.to(tl.float32), tl.trans(state), input_precision=FAR) - average[:, None] * total[None, :]
     of_features = tl.exp(tl.minimum(a + largest[None, :] + lam * since[:, None], 0.0)) * found
+    if starts is not None:
+        begin = tl.load(starts + b * N + n, mask=real, other=N)
+        of_features = tl.where((begin < k * C)[:, None], of_features, 0.0)
     of_decay = tl.sum(tl.sum(of_features, 1) * since, 0)
     # Those displaced in it.
     g = _gone_at(n, gone + bh * N, visible + b * N, 0, N, W, M)
@@ -141,6 +146,8 @@ def _of_far_queries(
     pairs = tl.dot(rows.to(T), tl.trans(values.to(T)), input_precision="ieee") - average[:, None]
     pairs = pairs * tl.exp(lam * tl.maximum(since[:, None] - since[None, :], 0.0))
     pairs = tl.where((t[None, :] <= t[:, None]) & (g >= 0)[None, :], pairs, 0.0)
+    if starts is not None:
+        pairs = tl.where(n[None, :] >= begin[:, None], pairs, 0.0)
     scale = tl.exp(tl.minimum(a + most[None, :], LARGEST))
     of_features += scale * tl.dot(pairs, weights, input_precision=FAR)
     # Back through the map; rows are read again, because there are few registers.
@@ -166,8 +173,8 @@ def _of_far_queries(
 
 @triton.jit
 def _of_queries(
-    query, key, value, visible, sink_key, sink_value, seen, position, frequencies, leave, listed, counts,
-    grad_out, size, delta, grad_query, of_sinks,
+    query, key, value, visible, sink_key, sink_value, seen, position, key_position, frequencies, leave, listed, counts,
+    starts, grad_out, size, delta, grad_query, of_sinks,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
     sink_key_batch, sink_key_head, sink_key_row, sink_value_batch, sink_value_head, sink_value_row,
     grad_batch, grad_head, grad_row, N, K, scaling, trained,
@@ -233,6 +240,9 @@ def _of_queries(
     last = tl.minimum(k * C + C, N)
     for start in range(tl.maximum(k * C - W + 1, 0), last, BLOCK):
         keys, values, sees = _window_rows(start + j, last, n, key, value, visible, key_row, value_row, c, cv, D, V, W)
+        if starts is not None:
+            begin = tl.load(starts + b * N + n, mask=real, other=N)
+            sees = sees & (start + j[None, :] >= begin[:, None])
         logits = scaling * tl.dot(q.to(T), tl.trans(keys.to(T)), input_precision="ieee")
         weights = tl.where(sees, tl.exp(logits - lse[:, None]), 0.0)
         slopes = tl.dot(rows.to(T), tl.trans(values.to(T)), input_precision="ieee")
@@ -250,7 +260,7 @@ def _of_queries(
             values = _rows(g, there, cv, cv < V, value, value_row, None, 0, V, W, M)
             sees = there[None, :] & (g[None, :] - M <= n[:, None]) & (n[:, None] < ends[None, :])
             if CLAMPS:
-                place = _numbers(g, there, position + b * N, 1, None, 0, W, M)
+                place = _numbers(g, there, key_position + b * N, 1, None, 0, W, M)
                 sees = sees & (p[:, None] - place[None, :] < trained)
             logits = scaling * tl.dot(q.to(T), tl.trans(keys.to(T)), input_precision="ieee")
             weights = tl.where(sees, tl.exp(logits - lse[:, None]), 0.0)
@@ -267,7 +277,7 @@ def _of_queries(
                     there = start + j < count
                     g = tl.load(listed + start + j, mask=there, other=0)
                     ends = tl.load(leave + g, mask=there, other=0)
-                    place = _numbers(g, there, position + b * N, 1, None, 0, W, M)
+                    place = _numbers(g, there, key_position + b * N, 1, None, 0, W, M)
                     sees = there[None, :] & (g[None, :] - M <= n[:, None]) & (n[:, None] < ends[None, :])
                     sees = sees & (p[:, None] - place[None, :] >= trained)
                     keys = _rows(g, there, c, c < D, key, key_row, None, 0, D, W, M)
@@ -286,7 +296,7 @@ def _of_queries(
 
 @triton.jit
 def _states_behind(
-    query_exponents, grad_out, delta, order, log_decay, group_sums, states, N, K,
+    query_exponents, grad_out, delta, order, starts, log_decay, group_sums, states, N, K,
     HKV: tl.constexpr, G: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr,
     W: tl.constexpr, C: tl.constexpr, FAR: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr,
     IS_RATE: tl.constexpr,
@@ -299,6 +309,8 @@ def _states_behind(
     f, t, column = tl.arange(0, FP), tl.arange(0, C), tl.program_id(2) * VB + tl.arange(0, VB)
     lam = _log_decay(log_decay, h, IS_RATE)
     order += b * N
+    if starts is not None:
+        starts += b * N
     grad_out += b * N * (HKV * G) * V
     state, total, top = tl.zeros([FP, VB], tl.float32), tl.zeros([FP], tl.float32), tl.zeros([FP], tl.float32) + EMPTY
     if states is not None and GROUPS > 1:
@@ -308,6 +320,8 @@ def _states_behind(
             count = _order_at(first + IN_GROUP * C - 1, order, 0, N, W) - _order_at(first - 1, order, 0, N, W)
             own, own_total, own_top = _load_sums(group_sums + (bh * GROUPS + later) * F * (V + 2), f, column, F, V)
             faded = top + lam * count.to(tl.float32)
+            if starts is not None:
+                state, total, faded = _where_it_goes_on(first, first + IN_GROUP * C - 1, starts, N, state, total, faded)
             new = tl.maximum(faded, own_top)
             keep, grow = tl.exp(faded - new), tl.exp(own_top - new)
             state, total, top = state * keep[:, None] + own * grow[:, None], total * keep + own_total * grow, new
@@ -320,7 +334,11 @@ def _states_behind(
         start = _order_at(k * C - 1, order, 0, N, W)
         fade = lam * (_order_at(n, order, 0, N, W) - start).to(tl.float32)
         faded = top + lam * (_order_at(k * C + C - 1, order, 0, N, W) - start).to(tl.float32)
-        inside = (n < N)[:, None] & (f < F)[None, :]
+        own = n < N
+        if starts is not None:  # of the sequence of the last token before the chunk alone
+            own = own & (_start_at(n, starts, N) < k * C)
+            state, total, faded = _where_it_goes_on(k * C, k * C + C - 1, starts, N, state, total, faded)
+        inside = own[:, None] & (f < F)[None, :]
         new = faded
         for g in range(G):
             at = (bh * G + g) * N + n
@@ -346,7 +364,7 @@ def _states_behind(
 
 @triton.jit
 def _of_far_keys(
-    key, value, visible, position, order, frequencies, key_weight, key_norm, log_decay, gone, exponents,
+    key, value, visible, position, order, frequencies, key_weight, key_norm, log_decay, gone, starts, exponents,
     query_exponents, grad_out, delta, states, behind, far_key, far_value, of_maps,
     key_batch, key_head, key_row, value_batch, value_head, value_row, N, K, root,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
@@ -374,7 +392,12 @@ def _of_far_keys(
     at = (bh * K + k) * F * (V + 2)
     state, total, top = _load_sums(behind + at, f, cv, F, V)
     weights = tl.exp(tl.minimum(e + lam * until[:, None] + top[None, :], 0.0))
-    weights = tl.where(there[:, None] & (f < F)[None, :], weights, 0.0)
+    goes_on = there
+    if starts is not None:
+        starts += b * N
+        start_of_last = _start_at(k * C + C - 1, starts, N)
+        goes_on = there & (n >= start_of_last)
+    weights = tl.where(goes_on[:, None] & (f < F)[None, :], weights, 0.0)
     found = tl.dot(values.to(tl.float32), tl.trans(state), input_precision=FAR) - total[None, :]
     of_features = weights * found
     of_value = tl.dot(weights, state, input_precision=FAR)
@@ -385,13 +408,18 @@ def _of_far_keys(
         before, total_before, largest = _load_sums(states + at, f, cv, F, V)
         length = (end - start).to(tl.float32)
         found = tl.sum(before * state, 1) - total_before * total
-        of_decay += length * tl.sum(found * tl.exp(tl.minimum(largest + top + lam * length, 0.0)), 0)
+        found = tl.sum(found * tl.exp(tl.minimum(largest + top + lam * length, 0.0)), 0)
+        if starts is not None:
+            found = tl.where(start_of_last < k * C, found, 0.0)
+        of_decay += length * found
     # And the queries of this one.
     most = tl.max(e, 0)
     weights = tl.where(there[:, None] & (f < F)[None, :], tl.exp(e - most[None, :]), 0.0)
     since = (came - start).to(tl.float32)
     decay = tl.exp(lam * tl.maximum(since[:, None] - since[None, :], 0.0))
     decay = tl.where((t[None, :] <= t[:, None]) & there[None, :], decay, 0.0)
+    if starts is not None:
+        decay = tl.where(n[None, :] >= _start_at(n, starts, N)[:, None], decay, 0.0)
     for i in range(G):
         of_head = (bh * G + i) * N + n
         a = tl.load(query_exponents + of_head[:, None] * F + f[None, :], mask=inside, other=EMPTY)
@@ -438,20 +466,28 @@ def _of_far_keys(
 
 
 @triton.jit
-def _end_of(slot, there, leave, N, W: tl.constexpr, M: tl.constexpr):
-    """The first query that does not see the key of a slot any more, N or later if there is none."""
+def _end_of(slot, there, leave, ends, N, W: tl.constexpr, M: tl.constexpr):
+    """The first query that does not see the key of a slot any more, N or later if there is none. `ends` are those of
+    packed sequences.
+    """
     if M > 0:
         found = tl.load(leave + slot + W + M, mask=there & (slot + W < N), other=N)
+        if ends is not None:
+            found = tl.minimum(found, tl.load(ends + slot, mask=there, other=N))
     else:
         found = slot + W
     return found
 
 
 @triton.jit
-def _lives(leave, lives, N, W: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+def _lives(
+    leave, ends, lives, N, HKV: tl.constexpr, W: tl.constexpr, M: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Numbers that sort keys by the lengths of their lives, in powers of 2 and the longest first, and by age."""
     bh, slot = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    end = tl.minimum(_end_of(slot, slot < N, leave + bh * (M + N), N, W, M), N)
+    if ends is not None:
+        ends += (bh // HKV) * N
+    end = tl.minimum(_end_of(slot, slot < N, leave + bh * (M + N), ends, N, W, M), N)
     chunks = tl.maximum(end - slot, 0) // C + 1
     tl.store(lives + bh * N + slot, (31 - tl.log2(chunks.to(tl.float32)).to(tl.int32)) * N + slot, mask=slot < N)
 
@@ -473,8 +509,8 @@ def _query_rows(
 
 @triton.jit
 def _of_keys(
-    query, key, value, visible, position, frequencies, leave, lives, size, delta, grad_out, far_key, far_value,
-    grad_key, grad_value,
+    query, key, value, visible, position, key_position, frequencies, leave, ends, lives, size, delta, grad_out, far_key,
+    far_value, grad_key, grad_value,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
     grad_key_batch, grad_key_head, grad_key_row, grad_value_batch, grad_value_head, grad_value_row,
     N, scaling, trained,
@@ -491,7 +527,11 @@ def _of_keys(
         leave += bh * (M + N)
     there = own < N
     there = there & (tl.load(visible + b * N + slot, mask=there, other=0) != 0)
-    end = _end_of(slot, there, leave, N, W, M)
+    far_before = N
+    if ends is not None:
+        ends += b * N
+        far_before = tl.load(ends + slot, mask=there, other=0)
+    end = _end_of(slot, there, leave, ends, N, W, M)
     at = slot.to(tl.int64)[:, None]
     key += _head_of(bh, key_batch, key_head, HKV)
     keys = tl.load(key + at * key_row + c[None, :], mask=there[:, None] & (c < D)[None, :], other=0.0)
@@ -505,7 +545,7 @@ def _of_keys(
     delta += bh * G * N
     place = slot
     if CLAMPS:
-        place = tl.load(position + b * N + slot, mask=there, other=0)
+        place = tl.load(key_position + b * N + slot, mask=there, other=0)
         other, number, sign = _pair(c, PAIRS, INTERLEAVED)
         turn = _frequency(frequencies, c, 0, PAIRS, INTERLEAVED)[None, :]
         back = -place.to(tl.float32)[:, None] * turn
@@ -545,7 +585,7 @@ def _of_keys(
             of_values += tl.dot(weights.to(T), rows.to(T), input_precision="ieee")
             slopes = tl.dot(values.to(T), tl.trans(rows.to(T)), input_precision="ieee") - average[None, :]
             of_keys += tl.dot((scaling * weights * slopes).to(T), q.to(T), input_precision="ieee")
-    far = there & (end < N)
+    far = there & (end < far_before)
     at = (bh * N + end)[:, None]
     of_keys += tl.load(far_key + at * D + c[None, :], mask=far[:, None] & (c < D)[None, :], other=0.0)
     of_values += tl.load(far_value + at * V + cv[None, :], mask=far[:, None] & (cv < V)[None, :], other=0.0)
@@ -559,9 +599,10 @@ def _of_keys(
 def run(
     grad_output: Tensor, output: Tensor, size: Tensor, leave: Tensor, gone: Tensor, query: Tensor, key: Tensor,
     value: Tensor, visible: Tensor, sink_key: Tensor, sink_value: Tensor, seen: Tensor, position: Tensor | None,
-    key_weight: Tensor, key_bias: Tensor | None, key_norm: Tensor | None, query_weight: Tensor,
-    log_decay: Tensor | None, log_scale: Tensor, norm_weight: Tensor, frequencies: Tensor | None, window: int,
-    count: int, first_turned: int, is_interleaved: bool, trained_length: int, scaling: float, is_rate: bool,
+    key_position: Tensor | None, key_weight: Tensor, key_bias: Tensor | None, key_norm: Tensor | None,
+    query_weight: Tensor, log_decay: Tensor | None, log_scale: Tensor, norm_weight: Tensor,
+    frequencies: Tensor | None, spans: Tensor | None, window: int, count: int, first_turned: int,
+    is_interleaved: bool, trained_length: int, scaling: float, is_rate: bool,
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """The gradients of query, key, value, sinks (key and value), the map (key weight, bias, norm and query weight),
     `log_decay`, `log_scale` and `norm_weight`; None for what is None.
@@ -595,11 +636,12 @@ def run(
     room = count + CHUNK
     listed, counts = lists_of(leave, length, count) if count else (None, None)
     gone = gone if count else order
+    starts, ends = (None, None) if spans is None else spans
     precision = "ieee" if is_exact else "tf32x3"
     exponents = new(rows, length, features)
     _exponents[(rows, chunks)](
-        key, visible, order, gone, position, frequencies, key_weight, key_bias, key_norm, log_decay, None, None, None,
-        exponents, *of_key, 0, length, length, scaling**0.5,
+        key, visible, order, gone, key_position, frequencies, key_weight, key_bias, key_norm, log_decay, None, None,
+        None, exponents, *of_key, 0, length, length, scaling**0.5,
         D=dim, DP=columns, PRECISION=precision, num_warps=8, **shared, **turns, **map_sizes,
     )  # fmt: skip
     states, behind = (new(rows, chunks, features, width + 2) for _ in range(2))
@@ -607,7 +649,7 @@ def run(
     block = min(value_columns, 64)
     grid = (rows, in_groups, -(-width // block))
     in_states: dict[str, Any] = {"V": width, "VB": block, "IN_GROUP": GROUP, "GROUPS": in_groups, "num_warps": 8}
-    given: Any = (exponents, value, None, visible, order, gone, log_decay)
+    given: Any = (exponents, value, None, visible, order, gone, starts, log_decay)
     how = {**shared, **map_sizes, **in_states, "PRECISION": precision}
     where = *of_value, 0, length, length, chunks
     unused = new(rows, features, width + 2)
@@ -625,19 +667,19 @@ def run(
     with_types: dict[str, Any] = {"T": TYPES[exact], "G": groups, "num_warps": 8, **sizes}
     _of_far_queries[(chunks, batch * heads)](
         query, value, visible, position, order, frequencies, query_weight, log_decay, log_scale, norm_weight, gone,
-        exponents, states, output, grad_output, size, delta, query_exponents, grad_query, of_queries,
+        starts, exponents, states, output, grad_output, size, delta, query_exponents, grad_query, of_queries,
         *of_query, *of_value, *grad_query.stride()[:3], length, chunks, scaling, scaling**0.5,
         PRECISION=precision, FAR=far, **shared, **turns, **map_sizes, **with_types,
     )  # fmt: skip
     _of_queries[(chunks, batch * heads)](
-        query, key, value, visible, sink_key, sink_value, seen, position, frequencies, leave, listed, counts,
-        grad_output, size, delta, grad_query, of_sinks,
+        query, key, value, visible, sink_key, sink_value, seen, position, key_position, frequencies, leave, listed,
+        counts, starts, grad_output, size, delta, grad_query, of_sinks,
         *of_query, *of_key, *of_value, *of_sink_key, *of_sink_value, *grad_query.stride()[:3],
         length, chunks, scaling, trained_length,
         S=sinks, SP=wide(sinks), ROOM=room, C=CHUNK, BLOCK=32 if is_large else 64, CLAMPS=clamps, num_stages=2,
         PAIRS=pairs, INTERLEAVED=is_interleaved, **shared, **with_types,
     )  # fmt: skip
-    given = query_exponents, grad_output, delta, order, log_decay, group_sums
+    given = query_exponents, grad_output, delta, order, starts, log_decay, group_sums
     how = {**map_sizes, **in_states, "HKV": kv_heads, "W": window, "G": groups, "FAR": far}
     if in_groups > 1:
         _states_behind[(rows, in_groups - 1, grid[2])](*given, None, length, chunks, **how)
@@ -645,20 +687,20 @@ def run(
     far_key, far_value = new(rows, length, dim), new(rows, length, width)
     of_far_keys = new(batch, kv_heads, chunks, dim * features + features + 2)
     _of_far_keys[(chunks, rows)](
-        key, value, visible, position, order, frequencies, key_weight, key_norm, log_decay, gone, exponents,
+        key, value, visible, key_position, order, frequencies, key_weight, key_norm, log_decay, gone, starts, exponents,
         query_exponents, grad_output, delta, states, behind, far_key, far_value, of_far_keys, *of_key, *of_value,
         length, chunks, scaling**0.5, FAR=far, num_stages=1, **shared, **turns, **map_sizes, **with_types,
     )  # fmt: skip
     lives = None
     if count:
         lives = new(rows, length, dtype=torch.int32)
-        _lives[(rows, -(-length // LIVES))](leave, lives, length, W=window, M=count, C=CHUNK, BLOCK=LIVES)
+        _lives[(rows, -(-length // LIVES))](leave, ends, lives, length, C=CHUNK, BLOCK=LIVES, **shared)
         lives = lives.sort(dim=1).values
     block = 32 if is_large else 64
     _of_keys[(-(-length // block), rows)](
-        query, key, value, visible, position, frequencies, leave, lives, size, delta, grad_output, far_key, far_value,
-        grad_key, grad_value, *of_query, *of_key, *of_value, *grad_key.stride()[:3], *grad_value.stride()[:3],
-        length, scaling, trained_length,
+        query, key, value, visible, position, key_position, frequencies, leave, ends, lives, size, delta, grad_output,
+        far_key, far_value, grad_key, grad_value, *of_query, *of_key, *of_value, *grad_key.stride()[:3],
+        *grad_value.stride()[:3], length, scaling, trained_length,
         C=CHUNK, BLOCK=block, CLAMPS=clamps and count > 0, num_stages=2, PAIRS=pairs, INTERLEAVED=is_interleaved,
         **shared, **with_types,
     )  # fmt: skip

@@ -3,8 +3,8 @@
 
 A decoding step is three launches (triton_step.py), reading many tokens at most thirteen (triton_prefill.py), the scores
 of keys one (triton_scores.py), and the gradients of whole sequences eleven and some of torch (triton_backward.py).
-Gradients through a state, packed sequences and the feature map of Hedgehog stay with torch and fla-core. Triton is
-imported by the first call that it takes.
+Gradients through a state and the feature map of Hedgehog stay with torch and fla-core. Triton is imported by the first
+call that it takes.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ POSITION, STEP_STATE = 5, 11  # places among these arguments
 TRAINING = (
     "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor sink_key, Tensor sink_value, Tensor seen, "
     "Tensor? score, Tensor? position, Tensor? key_position, Tensor key_weight, Tensor? key_bias, Tensor? key_norm, "
-    "Tensor query_weight, Tensor? log_decay, Tensor log_scale, Tensor norm_weight, Tensor? frequencies, int window, "
-    "int count, int first_turned, bool is_interleaved, int trained_length, float scaling, bool is_rate"
+    "Tensor query_weight, Tensor? log_decay, Tensor log_scale, Tensor norm_weight, Tensor? frequencies, Tensor? spans, "
+    "int window, int count, int first_turned, bool is_interleaved, int trained_length, float scaling, bool is_rate"
 )
-TRAINING_TENSORS = 18
+TRAINING_TENSORS = 19
 DIFFERENTIABLE = (0, 1, 2, 4, 5, *range(10, 17))
 PREFILL = (
     "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor sink_key, Tensor sink_value, Tensor seen, "
     "Tensor? score, Tensor? position, Tensor? key_position, Tensor key_weight, Tensor? key_bias, Tensor? key_norm, "
     "Tensor query_weight, Tensor? log_decay, Tensor? sums, Tensor[] kept, Tensor log_scale, Tensor norm_weight, "
-    "Tensor? frequencies, int window, int count, int first_turned, bool is_interleaved, int trained_length, "
-    "float scaling, bool is_rate"
+    "Tensor? frequencies, Tensor? spans, int window, int count, int first_turned, bool is_interleaved, "
+    "int trained_length, float scaling, bool is_rate"
 )
+COUNT = 20  # the place of this number among the arguments of `TRAINING`
 
 
 @functools.cache
@@ -128,7 +129,7 @@ def prefill(
     key_bias: Tensor | None, key_norm: Tensor | None, query_weight: Tensor, log_decay: Tensor | None,
     sums: Tensor | None, kept: Sequence[Tensor], log_scale: Tensor, norm_weight: Tensor, frequencies: Tensor | None,
     *, window: int, count: int, first_turned: int, is_interleaved: bool, trained_length: int, scaling: float,
-    is_rate: bool,
+    is_rate: bool, spans: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:  # fmt: skip
     """Several tokens of `hybrid` in arguments that `takes` takes, of which the first ones of a row may be padding.
 
@@ -142,10 +143,12 @@ def prefill(
         position, key_position: int32 `[B, N]` and `[B, L]`, where keys are turned.
         sums, kept: `[B, Hkv, F, W + 2]` and the tensors of `Kept` from before, or None and nothing.
         frequencies, first_turned, trained_length, log_decay, is_rate: see `step`.
+        spans: int32 `[2, B, N]` where rows hold packed sequences, without padding between tokens of one: where that of
+            each token begins, and where it ends. Nothing comes before, there are exact keys, and no sinks.
 
     Returns:
-        The output `[B, N, H, W]`, the sums and the tensors of `Kept` after the last token; with gradients, if nothing
-        comes before.
+        The output `[B, N, H, W]`, the sums and the tensors of `Kept` after the last token, which are undefined after
+        packed sequences; with gradients, if nothing comes before.
     """
     query, key, value, *sinks = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, sink_key, sink_value)
@@ -155,7 +158,7 @@ def prefill(
     parameters = [None if x is None else x.contiguous() for x in (key_weight, key_bias, key_norm, query_weight)]
     given = (*given, *parameters, log_decay)
     before: Any = () if torch.is_grad_enabled() else (sums, [x.contiguous() for x in kept])
-    last = log_scale, norm_weight, frequencies
+    last = log_scale, norm_weight, frequencies, spans
     how = window, count, first_turned, is_interleaved, trained_length, scaling, is_rate
     if torch.is_grad_enabled():
         output, _, _, _, new_sums, *new = OPERATORS.hybrid_training_on_cuda(*given, *last, *how)
@@ -201,7 +204,7 @@ def _prefill(*given: Any) -> list[Tensor]:
 def _fake_prefill(*given: Any) -> list[Tensor]:
     _check_prefill(*given)
     query, key, value, _, _, _, _, _, _, key_position, key_weight, *_ = given
-    (batch, heads, length, _), kv_heads, width, count = query.shape, key.shape[1], value.shape[3], given[21]
+    (batch, heads, length, _), kv_heads, width, count = query.shape, key.shape[1], value.shape[3], given[22]
     sums = query.new_empty(batch, kv_heads, key_weight.shape[2], width + 2, dtype=torch.float32)
     found = [query.new_empty(batch, length, heads, width), sums]
     if count:
@@ -216,7 +219,8 @@ def _fake_prefill(*given: Any) -> list[Tensor]:
 def _check_prefill(*given: Any) -> None:
     """Raise ValueError for the first argument that does not fit, as the operator `hybrid` does."""
     *tensors, key_weight, key_bias, key_norm, query_weight, log_decay, sums, kept = given[:17]
-    (log_scale, norm_weight, frequencies, window, count, first, is_interleaved, trained_length, scaling, _) = given[17:]
+    log_scale, norm_weight, frequencies, spans, *how = given[17:]
+    window, count, first, is_interleaved, trained_length, scaling, _ = how
     *line, score, position, key_position = tensors
     arguments: Any = (
         *(*line, log_decay, sums, key_weight, key_bias, key_norm, query_weight, log_scale, norm_weight),
@@ -232,6 +236,12 @@ def _check_prefill(*given: Any) -> None:
     }
     for name, (tensor, shape) in shapes.items():
         check_shape(name, tensor, shape, like=line[0])
+    if spans is not None:
+        check_shape("spans", spans, (2, line[0].shape[0], line[0].shape[2]), like=line[0])
+        if spans.dtype != torch.int32 or not spans.is_contiguous():
+            raise ValueError(f"`spans` is {spans.dtype} of strides {spans.stride()}; it must be torch.int32 and dense.")
+        if line[1].shape[2] != line[0].shape[2] or line[4].shape[2] or not count:
+            raise ValueError("Packed sequences have no keys before them, no sinks, and at least one exact key.")
 
 
 def _frequencies(frequencies: Tensor | None, query: Tensor) -> list[float]:
@@ -248,14 +258,14 @@ def _train(*given: Any) -> tuple[Tensor, ...]:
     from .triton_prefill import run
 
     output, size, _, _, sums, *kept = _fake_train(*given)
-    new = kept[: (4 + (given[9] is not None)) * (given[19] > 0)]
+    new = kept[: (4 + (given[9] is not None)) * (given[COUNT] > 0)]
     call = cast(Any, run)(*given[:15], None, (), *given[15:], out=output, new_sums=sums, new_kept=new, size=size)
     chosen = (size.new_empty(0, dtype=torch.int32) if x is None else x for x in call)
     return (output, size, *chosen, sums, *kept)
 
 
 def _fake_train(*given: Any) -> tuple[Tensor, ...]:
-    query, count = given[0], given[19]
+    query, count = given[0], given[COUNT]
     output, sums, *kept = _fake_prefill(*given[:15], None, (), *given[15:])
     (batch, length, heads, _), rows = output.shape, query.shape[0] * given[1].shape[1]
     size = query.new_empty(batch, heads, length, dtype=torch.float32)
@@ -268,10 +278,11 @@ def _fake_train(*given: Any) -> tuple[Tensor, ...]:
 def _train_backward(grad_output: Tensor, *given: Any) -> list[Tensor]:
     from .triton_backward import run
 
-    query, key, value, visible, sink_key, sink_value, seen, _, position, _, *others, output, size, leave, gone = given
-    tensors = query, key, value, visible, sink_key, sink_value, seen, position
-    found = cast(Any, run)(grad_output.contiguous(), output, size, leave, gone, *tensors, *others)
-    return [or_nothing(x, query) for x in found]
+    *tensors, _, position, key_position = given[:10]
+    *others, output, size, leave, gone = given[10:]
+    of_line = *tensors, position, key_position
+    found = cast(Any, run)(grad_output.contiguous(), output, size, leave, gone, *of_line, *others)
+    return [or_nothing(x, given[0]) for x in found]
 
 
 def _fake_train_backward(grad_output: Tensor, *given: Any) -> list[Tensor]:
@@ -300,19 +311,32 @@ def _train_in_torch(*given: Any) -> list[Tensor]:
     query, key_weight, key_bias, key_norm, query_weight, log_decay, log_scale, norm_weight = (
         given[place] for place in (0, *range(10, 17))
     )
-    frequencies, window, count, first, is_interleaved, trained_length, scaling, is_rate = given[17:]
+    frequencies, spans, window, count, first, is_interleaved, trained_length, scaling, is_rate = given[17:]
     if log_decay is not None and is_rate:
         log_decay = -torch.nn.functional.softplus(accumulated(log_decay))
     norm, root = None if key_norm is None else key_norm * scaling, scaling**0.5
     maps = key_weight * root, key_bias, norm, query_weight * root, log_scale, norm_weight
-    score, position, key_position = given[7:10]
     turns = () if frequencies is None else tuple(frequencies.tolist()), first, is_interleaved, trained_length
-    arguments: Any = (
-        *(*given[:7], log_decay, None, *maps, *[None] * 5, score, position, key_position),
-        *(EXP, window, scaling, *turns, count),
-    )
-    output, *state = hybrid_in_torch(HybridArguments(*arguments))
-    return [output.to(query.dtype), *state[:3]]
+
+    def part(row: slice, tokens: slice) -> list[Tensor]:
+        query, key, value, sink_key, sink_value, score = (
+            x if x is None else x[row, :, tokens] for x in (*given[:3], *given[4:6], given[7])
+        )
+        visible, seen, *places = (x if x is None else x[row, tokens] for x in (given[3], given[6], *given[8:10]))
+        arguments: Any = (
+            *(query, key, value, visible, sink_key, sink_value, seen, log_decay, None, *maps, *[None] * 5),
+            *(score, *places, EXP, window, scaling, *turns, count),
+        )
+        return hybrid_in_torch(HybridArguments(*arguments))
+
+    if spans is None:
+        output, *state = part(slice(None), slice(None))
+        return [output.to(query.dtype), *state[:3]]
+    rows = []
+    for row, ends in enumerate(zip(*spans.tolist())):
+        found = (part(slice(row, row + 1), slice(*own))[0] for own in sorted(set(zip(*ends))))
+        rows.append(torch.cat(list(found), dim=1))
+    return [torch.cat(rows).to(query.dtype)]
 
 
 def _in_order(state: Sequence[Tensor]) -> list[Tensor | None]:

@@ -24,6 +24,10 @@ several launches.
 No program writes what another one of the same launch reads. Within a chunk, a displaced key is lost beside one that
 comes later and is e^80 times larger in every feature.
 
+A row may hold packed sequences, one behind the other. Their sinks are exact keys that are better than all others of
+their sequence, and every key of a sequence is better than all earlier ones, so that the choice begins anew with each.
+What a query sees, and what enters the far sums, begins with the first token of its sequence.
+
 Axes: B sequences, H query heads, Hkv key/value heads, G = H / Hkv, N queries, L keys of the line, D head_dim, W columns
 of values, F features, M exact keys, K chunks.
 """
@@ -46,6 +50,7 @@ CHUNK = 64
 GROUP = 16  # chunks of a group
 MOST_GROUPS = 64
 LISTED = 1024
+NO_SCORE, NO_NUMBER = float("-inf"), -(2**62)  # of what is no key
 
 
 @triton.jit
@@ -69,8 +74,9 @@ def _head_of(bh, batch, head, HKV: tl.constexpr):
 
 @triton.jit
 def _line_up(
-    score, visible, kept_score, kept_age, scores, leave, gone, score_batch, score_head, score_row, before, L, N,
-    HKV: tl.constexpr, W: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+    score, visible, kept_score, kept_age, scores, leave, gone, starts, ends, score_batch, score_head, score_row, before,
+    L, N,
+    HKV: tl.constexpr, W: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     bh, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     score += _head_of(bh, score_batch, score_head, HKV)
@@ -80,8 +86,16 @@ def _line_up(
         kept_age += bh * M
     own = _score_of(i, score, score_row, visible, kept_score, kept_age, before, N, W, M)
     own = tl.where(own == 0, 0.0, own)  # 0 and -0 are equal, and a sort may tell them apart
+    is_key = own > float("-inf")
+    end = N + 1
+    if starts is not None:  # numbers in the order of sequences, and then of scores
+        slot = (bh // HKV) * L + i - M - W
+        first, end = tl.load(starts + slot, mask=is_key, other=0), tl.load(ends + slot, mask=is_key, other=0)
+        bits = own.to(tl.int32, bitcast=True)
+        own = (first.to(tl.int64) << 32) + tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+        own = tl.where(is_key, own, LEAST)
     tl.store(scores + bh * (M + N) + i, own, mask=i < M + N)
-    at = tl.where(own > float("-inf"), N + 1, tl.maximum(i - M, 0))
+    at = tl.where(is_key, end, tl.maximum(i - M, 0))
     tl.store(leave + bh * (M + N) + i, at, mask=i < M + N)
     tl.store(gone + bh * N + i, tl.full([BLOCK], -1, tl.int32), mask=i < N)
 
@@ -89,7 +103,7 @@ def _line_up(
 @triton.jit
 def _bounds(
     scores, by_score, place, bounds, N, K,
-    M: tl.constexpr, C: tl.constexpr, IN_GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    M: tl.constexpr, C: tl.constexpr, IN_GROUP: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     bh, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * IN_GROUP
     scores += bh * (M + N)
@@ -110,7 +124,7 @@ def _bounds(
     # .. and from chunk to chunk as many further as there are new keys that are better.
     for k in range(first + 1, tl.minimum(first + IN_GROUP, K) + 1):
         i = M + (k - 1) * C + j
-        own = tl.load(scores + i, mask=i < M + N, other=float("-inf"))
+        own = tl.load(scores + i, mask=i < M + N, other=LEAST)
         missing = tl.sum((own > tl.load(by_score + bound)).to(tl.int32), 0) + 1
         stop, start = M + k * C, bound
         while (missing > 0) & (start >= 0):
@@ -125,7 +139,10 @@ def _bounds(
 
 
 @triton.jit
-def _choose(scores, by_score, place, bounds, leave, gone, N, K, M: tl.constexpr, C: tl.constexpr):
+def _choose(
+    scores, by_score, place, bounds, leave, gone, starts, N, K,
+    HKV: tl.constexpr, W: tl.constexpr, M: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
     bh, k = tl.program_id(0).to(tl.int64), tl.program_id(1)
     scores += bh * (M + N)
     by_score += bh * (M + N)
@@ -135,7 +152,7 @@ def _choose(scores, by_score, place, bounds, leave, gone, N, K, M: tl.constexpr,
     step = tl.arange(0, C)
     first = M + k * C
     i = first + step
-    own = tl.load(scores + i, mask=i < M + N, other=float("-inf"))
+    own = tl.load(scores + i, mask=i < M + N, other=LEAST)
     start, stop = tl.load(bounds + bh * (K + 1) + k), tl.load(bounds + bh * (K + 1) + k + 1)
     last, last_place = tl.load(by_score + stop), tl.load(place + stop)
     # Old keys, from the worst one on: the n-th is displaced by the n-th new one that is better than it.
@@ -145,22 +162,26 @@ def _choose(scores, by_score, place, bounds, leave, gone, N, K, M: tl.constexpr,
         old = tl.load(place + rank, mask=rank > stop, other=M + N).to(tl.int32)
         here = (old < first).to(tl.int32)
         if tl.max(here, 0) > 0:
-            score = tl.load(by_score + rank, mask=rank > stop, other=0.0)
+            score = tl.load(by_score + rank, mask=rank > stop, other=LEAST)
             number = count + tl.cumsum(here, 0)
             better = tl.cumsum((own[:, None] > score[None, :]).to(tl.int32), 0)
             at = tl.sum((better < number[None, :]).to(tl.int32), 0)
-            is_key = (here > 0) & (score > float("-inf")) & (k * C + at < N)
+            is_key = (here > 0) & (score > LEAST) & (k * C + at < N)
+            if starts is not None:  # by one of its own sequence
+                is_key = is_key & (old - M - W >= tl.load(starts + (bh // HKV) * N + k * C + at, mask=is_key, other=0))
             tl.store(leave + old, k * C + at, mask=is_key)
             tl.store(gone + k * C + at, old, mask=is_key)
             worse += tl.sum(((score[None, :] < own[:, None]) & (here > 0)[None, :]).to(tl.int32), 1)
             count += tl.sum(here, 0)
         start -= C
     # A new key is displaced, or never kept, when as many better ones have come as there were old ones to displace.
-    goes = (own > float("-inf")) & ((own < last) | ((own == last) & (i > last_place)))
+    goes = (own > LEAST) & ((own < last) | ((own == last) & (i > last_place)))
     is_better = (own[:, None] > own[None, :]) | ((own[:, None] == own[None, :]) & (step[:, None] < step[None, :]))
     at = tl.sum((tl.cumsum(is_better.to(tl.int32), 0) < worse[None, :]).to(tl.int32), 0)
     at = k * C + tl.maximum(at, step)
     goes = goes & (at < N)
+    if starts is not None:
+        goes = goes & (i - M - W >= tl.load(starts + (bh // HKV) * N + at, mask=goes, other=0))
     tl.store(leave + i, at, mask=goes)
     tl.store(gone + at, i, mask=goes)
 
@@ -214,6 +235,19 @@ def _order_at(t, order, before, N, W: tl.constexpr):
     """How many keys have left the window before query t, which counts from 0; none before the first key."""
     slot = tl.minimum(t, N - 1) + before - W
     return tl.load(order + slot, mask=slot >= 0, other=0)
+
+
+@triton.jit
+def _start_at(t, starts, N):
+    """The first token of the sequence of query t, or of the last query if there are not so many."""
+    return tl.load(starts + tl.minimum(t, N - 1))
+
+
+@triton.jit
+def _where_it_goes_on(first, last, starts, N, state, total, top):
+    """Far sums, empty if the sequence of token `last` begins at `first` or later."""
+    goes_on = _start_at(last, starts, N) < first
+    return tl.where(goes_on, state, 0.0), tl.where(goes_on, total, 0.0), tl.where(goes_on, top, EMPTY)
 
 
 @triton.jit
@@ -307,7 +341,8 @@ def _exponents(
 
 @triton.jit
 def _add_chunk(
-    state, total, top, k, t, column, f, exponents, value, value_row, kept_value, visible, order, gone, lam, before, N,
+    state, total, top, k, t, column, f, exponents, value, value_row, kept_value, visible, order, gone, starts, lam,
+    before, N,
     F: tl.constexpr, V: tl.constexpr, W: tl.constexpr, M: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The far sums after a chunk from those before it."""
@@ -320,6 +355,10 @@ def _add_chunk(
     )
     own += (lam * fades)[:, None]
     faded = top + lam * (end - _order_at(k * C - 1, order, before, N, W)).to(tl.float32)
+    if starts is not None:  # of the sequence of the last token alone
+        g = tl.where(n >= _start_at(k * C + C - 1, starts, N), g, -1)
+        own = tl.where((g >= 0)[:, None], own, EMPTY)
+        state, total, faded = _where_it_goes_on(k * C, k * C + C - 1, starts, N, state, total, faded)
     new = tl.maximum(faded, tl.max(own, 0))
     weight = tl.where((g >= 0)[:, None], tl.exp(own - new[None, :]), 0.0)
     keep = tl.exp(faded - new)
@@ -348,7 +387,7 @@ def _load_sums(at, f, column, F: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def _states(
-    exponents, value, kept_value, visible, order, gone, log_decay, sums, group_sums, states, new_sums,
+    exponents, value, kept_value, visible, order, gone, starts, log_decay, sums, group_sums, states, new_sums,
     value_batch, value_head, value_row, before, L, N, K,
     HKV: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, W: tl.constexpr,
     M: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, IN_GROUP: tl.constexpr, GROUPS: tl.constexpr,
@@ -370,6 +409,8 @@ def _states(
     visible += b * L
     order += b * L
     gone += bh * N
+    if starts is not None:
+        starts += b * N
     state, total, top = tl.zeros([FP, VB], tl.float32), tl.zeros([FP], tl.float32), tl.zeros([FP], tl.float32) + EMPTY
     if sums is not None:
         state, total, top = _load_sums(sums + bh * F * (V + 2), f, column, F, V)
@@ -380,6 +421,8 @@ def _states(
             at = group_sums + (bh * GROUPS + earlier) * F * (V + 2)
             own, own_total, own_top = _load_sums(at, f, column, F, V)
             faded = top + lam * count.to(tl.float32)
+            if starts is not None:
+                state, total, faded = _where_it_goes_on(first, first + IN_GROUP * C - 1, starts, N, state, total, faded)
             new = tl.maximum(faded, own_top)
             keep, grow = tl.exp(faded - new), tl.exp(own_top - new)
             state, total, top = state * keep[:, None] + own * grow[:, None], total * keep + own_total * grow, new
@@ -387,8 +430,8 @@ def _states(
         if states is not None:
             _store_sums(states + (bh * K + k) * F * (V + 2), state, total, top, f, column, F, V)
         state, total, top = _add_chunk(
-            state, total, top, k, t, column, f, exponents, value, value_row, kept_value, visible, order, gone, lam,
-            before, N,
+            state, total, top, k, t, column, f, exponents, value, value_row, kept_value, visible, order, gone, starts,
+            lam, before, N,
             F, V, W, M, C, PRECISION,
         )  # fmt: skip
     if states is None:
@@ -430,7 +473,7 @@ def _window_rows(
 def _outputs(
     query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,
     query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position, turned,
-    leave, listed, counts, gone, exponents, states, out, size_of, query_batch, query_head, query_row, key_batch,
+    leave, listed, counts, gone, starts, exponents, states, out, size_of, query_batch, query_head, query_row, key_batch,
     key_head, key_row, value_batch, value_head, value_row,
     sink_key_batch, sink_key_head, sink_key_row, sink_value_batch, sink_value_head, sink_value_row,
     before, L, N, K, scaling, root, trained,
@@ -458,6 +501,8 @@ def _outputs(
     q = tl.load(query + c[None, :], mask=inside, other=0.0)
     other, number, sign = _pair(c, PAIRS, INTERLEAVED)
     output, top, total = tl.zeros([C, VP], tl.float32), tl.zeros([C], tl.float32) + EMPTY, tl.zeros([C], tl.float32)
+    if starts is not None:
+        begin = tl.load(starts + b * N + n, mask=real, other=N)
     furthest = -1
     if CLAMPS:
         p = tl.load(position + b * N + n, mask=real, other=0)
@@ -481,6 +526,8 @@ def _outputs(
         keys, values, sees = _window_rows(
             start + j, last, before + n, key, value, visible, key_row, value_row, c, cv, D, V, W
         )
+        if starts is not None:
+            sees = sees & (start + j[None, :] >= begin[:, None])
         logits = scaling * tl.dot(q.to(T), tl.trans(keys.to(T)), input_precision="ieee")
         total, top, output = _softmax(total, top, output, logits, sees, values, T)
     if M > 0:
@@ -541,6 +588,8 @@ def _outputs(
     high = tl.max(u, 1)
     u = tl.exp(u - high[:, None])
     size = tl.sum(u * weights[None, :], 1)
+    if starts is not None:
+        size = tl.where(begin < k * C, size, 0.0)
     high = tl.where(size > 0, high + add + fade, EMPTY)
     new = tl.maximum(top, high)
     keep, grow = tl.exp(top - new), tl.where(size > 0, tl.exp(high - new), 0.0)
@@ -557,6 +606,8 @@ def _outputs(
     pairs = tl.dot(u.to(T), tl.trans(weights.to(T)), input_precision="ieee")
     pairs = pairs * tl.exp(lam * tl.maximum(came[:, None] - came[None, :], 0).to(tl.float32))
     pairs = tl.where((t[None, :] <= t[:, None]) & (g >= 0)[None, :], pairs, 0.0)
+    if starts is not None:
+        pairs = tl.where(n[None, :] >= begin[:, None], pairs, 0.0)
     values = _rows(g, g >= 0, cv, cv < V, value, value_row, kept_value, before, V, W, M)
     size = tl.sum(pairs, 1)
     high = tl.where(size > 0, high + add, EMPTY)
@@ -618,7 +669,7 @@ def _keep(
 
 def choose(
     score: Tensor, visible: Tensor, kept_score: Tensor | None, kept_age: Tensor | None, strides: Sequence[int], *,
-    before: int, length: int, window: int, count: int,
+    before: int, length: int, window: int, count: int, spans: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """When each key is displaced, and which keys that are.
 
@@ -626,29 +677,34 @@ def choose(
         score: `[B, Hkv, L, 1]`, with these `strides` of sequences, heads and rows.
         visible: bool `[B, L]`, of which `before` rows come before the N = `length` queries.
         kept_score, kept_age: `[B, Hkv, M, 1]` of the M = `count` exact keys from before, or None.
+        spans: see `run`.
 
     Returns:
-        Each int32: `[B Hkv, M + N]`, the query from which on a key is displaced, N + 1 for none; `[B Hkv, N]`, the key
-        that is displaced before each query, -1 for none; `[B Hkv, K + 1, M + C]`, the keys that each chunk sees and
-        those that are kept after the last; `[B Hkv, K + 1]`, how many of them.
+        Each int32: `[B Hkv, M + N]`, the query from which on a key is displaced or its packed sequence has ended, N + 1
+        for none; `[B Hkv, N]`, the key that is displaced before each query, -1 for none; `[B Hkv, K + 1, M + C]`, the
+        keys that each chunk sees and those that are kept after the last; `[B Hkv, K + 1]`, how many of them.
     """
     (batch, kv_heads, slots, _), chunks = score.shape, -(-length // CHUNK)
-    rows, total, shared = batch * kv_heads, count + length, {"M": count, "C": CHUNK}
+    rows, total = batch * kv_heads, count + length
+    (starts, ends), least, kind = (None, None), NO_SCORE, torch.float32
+    if spans is not None:
+        (starts, ends), least, kind = spans, NO_NUMBER, torch.int64
+    shared: dict[str, Any] = {"M": count, "LEAST": least}
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(rows, *shape, dtype=dtype, device=score.device)
 
-    scores, leave, gone, bounds = new(total, dtype=torch.float32), new(total), new(length), new(chunks + 1)
+    scores, leave, gone, bounds = new(total, dtype=kind), new(total), new(length), new(chunks + 1)
     _line_up[(rows, -(-total // LISTED))](
-        score, visible, kept_score, kept_age, scores, leave, gone, *strides, before, slots, length,
-        HKV=kv_heads, W=window, M=count, BLOCK=LISTED, num_warps=8,
+        score, visible, kept_score, kept_age, scores, leave, gone, starts, ends, *strides, before, slots, length,
+        HKV=kv_heads, W=window, BLOCK=LISTED, num_warps=8, **shared,
     )  # fmt: skip
     sorted_scores = scores.sort(dim=1, descending=True, stable=True)
     of_group = max(GROUP, -(-chunks // MOST_GROUPS))
     groups = -(-chunks // of_group)
     given = scores, *sorted_scores, bounds
-    _bounds[(rows, groups)](*given, length, chunks, IN_GROUP=of_group, BLOCK=LISTED, num_warps=8, **shared)
-    _choose[(rows, chunks)](*given, leave, gone, length, chunks, **shared)
+    _bounds[(rows, groups)](*given, length, chunks, C=CHUNK, IN_GROUP=of_group, BLOCK=LISTED, num_warps=8, **shared)
+    _choose[(rows, chunks)](*given, leave, gone, starts, length, chunks, HKV=kv_heads, W=window, C=CHUNK, **shared)
     return leave, gone, *lists_of(leave, length, count)
 
 
@@ -674,13 +730,16 @@ def run(
     score: Tensor | None, position: Tensor | None, key_position: Tensor | None, key_weight: Tensor,
     key_bias: Tensor | None, key_norm: Tensor | None, query_weight: Tensor, log_decay: Tensor | None,
     sums: Tensor | None, kept: Sequence[Tensor], log_scale: Tensor, norm_weight: Tensor, frequencies: Tensor | None,
-    window: int, count: int, first_turned: int, is_interleaved: bool, trained_length: int, scaling: float,
-    is_rate: bool, out: Tensor, new_sums: Tensor, new_kept: Sequence[Tensor], size: Tensor | None = None,
+    spans: Tensor | None, window: int, count: int, first_turned: int, is_interleaved: bool, trained_length: int,
+    scaling: float, is_rate: bool, out: Tensor, new_sums: Tensor, new_kept: Sequence[Tensor],
+    size: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Write the output `out [B, N, H, W]`, the sums and the exact keys after the last token, and the logarithm of the
     denominator of each query, `size [B, H, N]`; returns what `_choose` writes, if there are exact keys.
 
-    See `HybridArguments` for the arguments, and `triton_step.run` for those of the map.
+    See `HybridArguments` for the arguments, and `triton_step.run` for those of the map. `spans`, int32 `[2, B, N]`, are
+    the first token of each token's packed sequence and the one behind its last; nothing comes before, and there are
+    exact keys and no sinks.
     """
     (batch, heads, length, dim), kv_heads, slots, width = query.shape, key.shape[1], key.shape[2], value.shape[3]
     features, sinks, device = key_weight.shape[2], sink_key.shape[2], query.device
@@ -702,9 +761,12 @@ def run(
     shared: dict[str, Any] = {"HKV": kv_heads, "W": window, "M": count}
     turns: dict[str, Any] = {"PAIRS": pairs, "INTERLEAVED": is_interleaved, "FIRST": first_turned}
     leave = listed = counts = gone = None
+    starts = None if spans is None else spans[0]
     if count:
         scored: Any = (score, visible, kept_score, kept_age, strides[3])
-        leave, gone, listed, counts = choose(*scored, before=before, length=length, window=window, count=count)
+        leave, gone, listed, counts = choose(
+            *scored, before=before, length=length, window=window, count=count, spans=spans
+        )
     exact = value.dtype  # under autocast, rotary positions make queries and keys float32
     # Exponents need all digits, which products of three halves have, too; those of float32 are exact.
     precision = "ieee" if exact == torch.float32 else "tf32x3"
@@ -718,7 +780,7 @@ def run(
     )  # fmt: skip
     states, group_sums = new(rows, chunks, features, width + 2), None
     block = min(value_columns, 64)
-    given = exponents, value, kept_value, visible, order, unused, log_decay
+    given = exponents, value, kept_value, visible, order, unused, starts, log_decay
     sizes = {
         **{
             "F": features,
@@ -749,8 +811,8 @@ def run(
     _outputs[(chunks, batch * heads)](
         query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,
         query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position, turned,
-        leave, listed, counts, unused, exponents, states, out, size, *strides[0], *strides[1], *strides[2], *strides[4],
-        *strides[5], *where.values(),
+        leave, listed, counts, unused, starts, exponents, states, out, size, *strides[0], *strides[1], *strides[2],
+        *strides[4], *strides[5], *where.values(),
         chunks, scaling, scaling**0.5,
         trained_length,
         G=heads // kv_heads, D=dim, DP=columns, V=width, VP=value_columns, F=features, FP=wide(features), S=sinks,

@@ -167,6 +167,12 @@ class AttentionMechanism(MechanismOptions, nn.Module):
         """
         raise NotImplementedError
 
+    def attend_packed(self, inputs: MechanismInputs) -> Tensor | None:
+        """The output `[B, N, H, W]` of packed sequences as they stand in their rows, 0 at padding; None if no kernel
+        takes them so. The mask numbers them; a run of equal numbers is a sequence.
+        """
+        return None
+
     def absorb(self, inputs: MechanismInputs, state: State | None = None) -> State | None:
         """The state after these keys, without an output; the queries are 0 unless `absorbs_queries`."""
         return self(inputs, state)[1]

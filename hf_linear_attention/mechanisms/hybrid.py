@@ -109,6 +109,11 @@ class HybridAttention(HybridOptions, WindowAttention):
         hidden = scaled(hidden_states)
         return F.linear(hidden, with_dtype(weight, hidden.dtype))
 
+    def attend_packed(self, inputs: MechanismInputs) -> Tensor | None:
+        """On CUDA, in as many launches as one sequence; see `AttentionMechanism.attend_packed`."""
+        is_plain = inputs.is_causal and self.alibi is None and self.uses_far and self.joins_at_once
+        return implemented("packed_hybrid_on_cuda", self, inputs) if is_plain and is_on_cuda(inputs.query) else None
+
     def _step_in_rows(self, inputs: MechanismInputs, states: State) -> Tensor | None:
         if self.num_exact_keys and inputs.gates is None:
             return None

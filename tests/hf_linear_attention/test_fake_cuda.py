@@ -28,7 +28,7 @@ KERNELS = {
     "linear-decay": {"train": 227, "padded": 59, "step": 37},
     "linear-gated": {"train": 260, "padded": 73, "step": 51},
     "performer": {"train": 187, "padded": 51, "step": 31},
-    "hybrid-exact-keys": {"train": 201, "padded": 63, "step": 4},
+    "hybrid-exact-keys": {"train": 201, "padded": 63, "step": 4, "packed": 38, "packed train": 196},
     "gated_delta-channel": {"train": 296, "padded": 60, "step": 55},
     "gated_delta-qwen3_5": {"train": 382, "padded": 110, "step": 81},
     "window": {"train": 277, "padded": 122, "step": 97},
@@ -36,12 +36,12 @@ KERNELS = {
     "linformer_linear-exp": {"train": 234, "padded": 72},
     "latent": {"train": 127, "padded": 43},
     "nystrom-conv": {"train": 104, "padded": 41},
-    "default": {"train": 201, "prefill": 30, "step": 4},
+    "default": {"train": 201, "prefill": 30, "step": 4, "packed": 38, "packed train": 196},
     "long default": {"prefill": 30},
     "divided default": {"prefill": 79},  # 65,536 tokens in two passes, of which the second begins with a state
 }
 # What Triton reads again from one launch to the next is not counted.
-MEGABYTES = {"prefill": 83, "train": 4871, "step": 5}
+MEGABYTES = {"prefill": 83, "train": 4871, "step": 5, "packed": 62, "packed train": 3706}
 # The variant `full` of an encoder looks at its weights to choose the form that does not overflow.
 WAITING_ROWS = ("aft-full-factorised",)
 
@@ -73,7 +73,9 @@ def test_the_default_moves_no_more_bytes(measured):
 
 @pytest.mark.parametrize("row", KERNELS)
 def test_nothing_waits_for_the_device(measured, row):
-    """Neither synchronisation nor a copy from the host, in a prompt with padding or without, a step or training."""
+    """Neither synchronisation nor a copy from the host, in a prompt with padding or without, a step or training, and
+    in packed sequences.
+    """
     waits = {mode: case["waits"] for mode, case in measured[row].items() if case["waits"]}
     assert bool(waits) == (row in WAITING_ROWS), waits
 

@@ -192,13 +192,18 @@ def run(model: Any, mode: str, length: int) -> None:
 
     with torch.no_grad():
         model(ids(3))  # a layer's first call may copy constants to the device
-    if mode == "train":
+    # As `linear_attention_mask` numbers packed sequences.
+    masks = {"padded": (1, length), "packed": (1, 1, 1, length), "packed train": (1, 1, 1, length)}
+    mask = torch.ones(masks[mode], dtype=torch.long, device="cuda") if mode in masks else None
+    # A cache would get the state of the last one.
+    without_state = {"use_cache": False} if mode.startswith("packed") else {}
+    if mode.endswith("train"):
         model.train()
         COUNTER.reset()
         torch.set_autocast_enabled("cuda", True)  # `torch.autocast` asks for a real device
         torch.set_autocast_dtype("cuda", torch.bfloat16)
         try:
-            output = model(ids(length))[0]
+            output = model(ids(length), attention_mask=mask, **without_state)[0]
         finally:
             torch.set_autocast_enabled("cuda", False)
             torch.clear_autocast_cache()
@@ -208,10 +213,9 @@ def run(model: Any, mode: str, length: int) -> None:
         model.eval()
         return
     with torch.no_grad():
-        cache = DynamicCache(config=model.config) if model.can_generate() else None
-        given = {} if cache is None else {"cache": cache, "use_cache": True}
+        cache = DynamicCache(config=model.config) if model.can_generate() and not without_state else None
+        given = without_state if cache is None else {"cache": cache, "use_cache": True}
         COUNTER.reset()
-        mask = torch.ones(1, length, dtype=torch.long, device="cuda") if mode == "padded" else None
         model(ids(length), attention_mask=mask, **given)
         if mode == "step":
             COUNTER.reset()
@@ -312,10 +316,11 @@ def main() -> None:
         is_causal = matrix.supports(row, "causal")
         stock = matrix.stock_model("llama" if is_causal else "bert", num_hidden_layers=1)
         modes = ("train", "padded", "step") if is_causal else ("train", "padded")
+        modes += ("packed", "packed train") if row.startswith("hybrid") else ()
         found[row] = measure(convert(stock, **matrix.MECHANISM_ROWS[row]), dict.fromkeys(modes, 20))
     # One layer of Llama 1B, trained on 4,096 or 32,768 tokens.
     for name, trained, cases in (
-        ("default", 4096, {"prefill": 4096, "train": 4096, "step": 300}),
+        ("default", 4096, {"prefill": 4096, "packed": 4096, "train": 4096, "packed train": 4096, "step": 300}),
         ("long default", 32768, {"prefill": 32768}),
         ("divided default", 32768, {"prefill": 65536}),
     ):

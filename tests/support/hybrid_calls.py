@@ -12,6 +12,10 @@ from hf_linear_attention.mechanisms.base import MechanismInputs, Rotary
 
 # An output relative to its norm: float32 sums in another order, and 16-bit weights and outputs, rounded.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+# Relative to the norm of a gradient: float32 in another order, and numbers that are rounded to bfloat16 (4e-3) before
+# and after each product. That of a decay is one number of which nearly all cancels; C has an error of 1e-5, too.
+OF_GRADIENTS = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
+OF_DECAY = {torch.float32: 5e-5, torch.bfloat16: 2e-2}
 EXACT = {"window_size": 8, "num_sinks": 3, "num_exact_keys": 5, "num_features": 16}
 ROTARY = {"rope": "partial", "rope_frequencies": 1}
 
@@ -58,6 +62,15 @@ def tokens(mechanism, start: int, stop: int, dtype, heads=(2, 1), dim=16) -> Mec
 
 
 MOST_TOKENS = 400
+
+
+def gradients(attend, mechanism, inputs, direction):
+    """`attend(mechanism, inputs)`, and the gradients of queries, keys, values and parameters by name."""
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    parameters = {name: x for name, x in mechanism.named_parameters() if x.requires_grad}
+    output = attend(mechanism, type(inputs)(*leaves, *inputs[3:]))
+    grads = torch.autograd.grad((output * direction.to(output.dtype)).sum(), [*leaves, *parameters.values()])
+    return dict(zip(("output", "query", "key", "value", *parameters), (output.detach(), *grads), strict=True))
 
 
 def widened(given):

@@ -142,7 +142,8 @@ def plain_prompt(*case: Any) -> dict:
 
 
 def backward(
-    dtype: torch.dtype, dim: int, groups: int, tokens: int, features: int, is_plain: bool = False
+    dtype: torch.dtype, dim: int, groups: int, tokens: int, features: int, is_plain: bool = False,
+    is_packed: bool = False,
 ) -> dict:  # fmt: skip
     """What the kernels of the gradients need, for the sizes of a state of so many tokens."""
     from hf_linear_attention.kernels import triton_backward, triton_prefill
@@ -152,7 +153,7 @@ def backward(
     of_forward, last = ("_exponents", "_states"), ("_of_far_keys", "_lives", "_of_keys")
     for name in (*of_forward, "_of_far_queries", "_of_queries", "_states_behind", *last):
         setattr(triton_backward, name, Compiled(getattr(triton_backward, name), found))
-    batch, kv_heads, window, sinks, length = 1, 8, tokens // 4, 4, 16 * tokens
+    batch, kv_heads, window, sinks, length = 1, 8, tokens // 4, 0 if is_packed else 4, 16 * tokens
     kept, heads = 0 if is_plain else tokens - window - features, kv_heads * groups
 
     def of(*shape, kind=torch.float32):
@@ -167,11 +168,24 @@ def backward(
         *(of(batch, length, heads, dim, kind=dtype) for _ in range(2)), of(batch, heads, length),
         of(kv_heads, kept + length, kind=number), of(kv_heads, length, kind=number), *rows,
         of(batch, length, kind=boolean), *sink_rows, of(batch, length, sinks, kind=boolean),
-        None if is_plain else of(batch, length, kind=number), *maps, None if is_plain else of(kv_heads), of(heads),
-        of(heads), None if is_plain else of(dim // 2), window, kept, 0 if is_plain else dim // 8, False, 16 * tokens,
-        dim**-0.5, True,
+        *[None if is_plain else of(batch, length, kind=number)] * 2, *maps, None if is_plain else of(kv_heads),
+        of(heads), of(heads), None if is_plain else of(dim // 2),
+        of(2, batch, length, kind=number) if is_packed else None, window, kept, 0 if is_plain else dim // 8, False,
+        16 * tokens, dim**-0.5, True,
     )  # fmt: skip
     return found
+
+
+def packed_prompt(*case: Any) -> dict:
+    """The same of packed sequences."""
+    return prefill(*case, is_first=True, is_packed=True)
+
+
+def packed_backward(*case: Any) -> dict:
+    """The same of packed sequences, for one architecture."""
+    global ARCHITECTURES
+    ARCHITECTURES = ARCHITECTURES[1:2]
+    return backward(*case, is_packed=True)
 
 
 def plain_backward(*case: Any) -> dict:
@@ -189,6 +203,7 @@ def prefill(
     features: int,
     is_first: bool = False,
     is_plain: bool = False,
+    is_packed: bool = False,
 ) -> dict:
     """What the kernels of a prompt need, of which tokens came before, for the sizes of a state of so many tokens."""
     from hf_linear_attention.kernels import triton_prefill
@@ -196,7 +211,7 @@ def prefill(
     found: dict = {}
     for name in ("_line_up", "_bounds", "_choose", "_list", "_turn", "_exponents", "_states", "_outputs", "_keep"):
         setattr(triton_prefill, name, Compiled(getattr(triton_prefill, name), found))
-    batch, kv_heads, window, sinks, length = 1, 8, tokens // 4, 4, 16 * tokens
+    batch, kv_heads, window, sinks, length = 1, 8, tokens // 4, 0 if is_packed else 4, 16 * tokens
     kept, heads, slots = tokens - window - features, kv_heads * groups, window + length
     if is_first:
         length = slots = 300
@@ -220,7 +235,8 @@ def prefill(
         *(of(*of_kv, sinks, dim, kind=dtype) for _ in range(2)), of(batch, length, sinks, kind=boolean),
         *places, *maps, of(heads, dim, features, kind=dtype), of(kv_heads, kind=dtype), None if is_first else sums,
         [] if is_first else of_kept, of(heads, kind=dtype), of(heads, kind=dtype), None if is_plain else of(dim // 2),
-        window, kept, 0 if is_plain else dim // 8, False, 16 * tokens, dim**-0.5, True,
+        of(2, batch, length, kind=number) if is_packed else None, window, kept, 0 if is_plain else dim // 8, False,
+        16 * tokens, dim**-0.5, True,
         out=of(batch, length, heads, dim, kind=dtype), new_sums=sums, new_kept=[] if is_plain else of_kept,
     )  # fmt: skip
     return found
