@@ -12,8 +12,8 @@ from torch import Tensor
 from ..features.maps import ExpFeatureMap
 from ..mechanisms.base import MechanismInputs, State
 from ..mechanisms.hybrid import SLOPE_TOKENS, HybridAttention
-from ..mechanisms.window import Line, WindowState
-from ..torch_kernels.blocks import EXP, HEDGEHOG, with_dtype
+from ..mechanisms.window import Line, WindowAttention, WindowState
+from ..torch_kernels.blocks import EMPTY_MAXIMUM, EXP, HEDGEHOG, is_tracing, with_dtype
 from . import fla, triton_hybrid
 
 
@@ -62,6 +62,36 @@ def packed_hybrid_on_cuda(mechanism: HybridAttention, inputs: MechanismInputs) -
     line = Line(key, value, numbers > 0, key_position, score)
     seen, spans = is_sink.new_empty(*numbers.shape, 0), torch.stack((starts, ends))
     return _prefill(mechanism, inputs, line, no_sinks, seen, None, count, spans)[0]
+
+
+def window_on_cuda(
+    mechanism: WindowAttention, inputs: MechanismInputs, line: Line, sinks: tuple[Tensor, ...], seen: Tensor
+) -> Tensor | None:
+    """The output `[B, H, N, D]` of a causal window and its sinks, if Triton takes these tensors: that of `hybrid` with
+    far keys of one feature, which weigh nothing.
+    """
+    query, key = inputs.query, line.key
+    if not fla.is_on_cuda(query) or mechanism.alibi is not None or is_tracing():
+        return None
+    weight = query.new_zeros(query.shape[1], query.shape[3], 1, dtype=torch.float32)
+    of_keys, nothing = weight[: key.shape[1]], weight[:, 0, 0]
+    if not triton_hybrid.takes(query, key, line.value, sinks[0], of_keys, EXP):
+        return None
+    if torch.is_grad_enabled() and key.shape[2] != query.shape[2]:
+        return None
+    turns = None if mechanism.to_sinks is None else mechanism.to_sinks.frequencies(query)
+    output, _, _ = triton_hybrid.prefill(
+        *(query, key, line.value, line.kind, *sinks, seen, None, inputs.positions, None, of_keys, None, None, weight),
+        *(None, None, (), nothing + EMPTY_MAXIMUM, nothing, turns),
+        window=mechanism.window_size,
+        count=0,
+        first_turned=0 if turns is None else len(turns),
+        is_interleaved=mechanism.to_sinks is not None and mechanism.to_sinks.rotary.is_interleaved,
+        trained_length=mechanism.trained_length or 0,
+        scaling=inputs.scaling,
+        is_rate=True,
+    )
+    return output.transpose(1, 2)
 
 
 def _prefill(

@@ -410,7 +410,8 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         The slot of query t is the slot t of `line`, or the slot w + t if the line is that much longer; the kind is
         false where a slot holds no ordinary token.
         """
-        return None
+        found = implemented("window_on_cuda", self, inputs, line, sinks, seen)
+        return None if found is None else (found, None)
 
     def parts_behind(
         self, inputs: MechanismInputs, line: Line, mask: Tensor, sums: Tensor | None = None

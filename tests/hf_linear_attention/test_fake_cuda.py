@@ -31,7 +31,7 @@ KERNELS = {
     "hybrid-exact-keys": {"train": 201, "padded": 63, "step": 4, "packed": 38, "packed train": 196},
     "gated_delta-channel": {"train": 296, "padded": 60, "step": 55},
     "gated_delta-qwen3_5": {"train": 382, "padded": 110, "step": 81},
-    "window": {"train": 277, "padded": 122, "step": 97},
+    "window": {"train": 166, "padded": 59, "step": 44},
     "linformer-headwise": {"train": 210, "padded": 63},
     "linformer_linear-exp": {"train": 234, "padded": 72},
     "latent": {"train": 127, "padded": 43},
