@@ -39,6 +39,7 @@ from ..torch_kernels.blocks import (
     accumulation_dtype,
     is_eager,
     is_free,
+    is_on_cuda,
     needs_plain,
     with_dtype,
     zero_where_masked,
@@ -410,7 +411,8 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         The slot of query t is the slot t of `line`, or the slot w + t if the line is that much longer; the kind is
         false where a slot holds no ordinary token.
         """
-        found = implemented("window_on_cuda", self, inputs, line, sinks, seen)
+        is_there = is_on_cuda(inputs.query)
+        found = implemented("window_on_cuda", self, inputs, line, sinks, seen) if is_there else None
         return None if found is None else (found, None)
 
     def parts_behind(

@@ -134,7 +134,7 @@ def stand_in(name: str) -> Any:
 def treat_as_real() -> None:
     """Let the package treat fake CUDA tensors as it treats real ones where fla-core is installed."""
     from hf_linear_attention.kernels import fla, triton_hybrid
-    from hf_linear_attention.mechanisms import hybrid
+    from hf_linear_attention.mechanisms import hybrid, window
     from hf_linear_attention.torch_kernels import blocks, implementations
 
     implementations.load_implementations()
@@ -144,7 +144,7 @@ def treat_as_real() -> None:
             module.needs_plain = lambda x: plain(real if isinstance(x, FakeTensor) else x)
     triton_hybrid.is_installed = lambda: True
     recurrent = stand_in("recurrent")
-    fla.is_on_cuda = hybrid.is_on_cuda = lambda x: x.device.type == "cuda"
+    fla.is_on_cuda = hybrid.is_on_cuda = window.is_on_cuda = lambda x: x.device.type == "cuda"
     fla._kernels = lambda gated: (recurrent, stand_in("gla" if gated else "simple_gla"))
     fla._delta_kernels = lambda by_feature: (recurrent, stand_in("delta"))
 

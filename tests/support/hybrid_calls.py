@@ -6,7 +6,7 @@ import torch
 from matrix import hidden_states_of, mechanism_of, move, qkv
 
 from hf_linear_attention.kernels import fla, triton_backward, triton_prefill, triton_step
-from hf_linear_attention.mechanisms import hybrid
+from hf_linear_attention.mechanisms import hybrid, window
 from hf_linear_attention.mechanisms.base import MechanismInputs, Rotary
 
 
@@ -23,7 +23,7 @@ ROTARY = {"rope": "partial", "rope_frequencies": 1}
 def on_cuda(monkeypatch) -> list[str]:
     """CPU tensors are taken for tensors on CUDA; the list gets the name of the module of each kernel that runs."""
     ran: list[str] = []
-    for module in (fla, hybrid):
+    for module in (fla, hybrid, window):
         monkeypatch.setattr(module, "is_on_cuda", lambda tensor: True)
     for module in (triton_prefill, triton_backward, triton_step):
 
