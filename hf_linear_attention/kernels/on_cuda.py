@@ -80,9 +80,12 @@ def window_on_cuda(
     if torch.is_grad_enabled() and key.shape[2] != query.shape[2]:
         return None
     turns = None if mechanism.to_sinks is None else mechanism.to_sinks.frequencies(query)
-    output, _, _ = triton_hybrid.prefill(
+    given: Any = (
         *(query, key, line.value, line.kind, *sinks, seen, None, inputs.positions, None, of_keys, None, None, weight),
         *(None, None, (), nothing + EMPTY_MAXIMUM, nothing, turns),
+    )
+    output, _, _ = triton_hybrid.prefill(
+        *given,
         window=mechanism.window_size,
         count=0,
         first_turned=0 if turns is None else len(turns),
