@@ -27,6 +27,7 @@ print(by_default, faults())
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc returns freed memory that soon")
 def test_freed_memory_is_not_fetched_again() -> None:
     """Eight tensors of 2,048 pages, one after the other; a page of 2 MB, where Linux gives those, is one fault."""

@@ -30,6 +30,7 @@ def healed(llama, text, tmp_path_factory) -> dict:
     return {"folder": out, "stdout": stdout, "report": json.loads((out / "conversion_report.json").read_text())}
 
 
+@pytest.mark.long
 def test_the_preset_completes_its_own_mechanism_and_no_other(healed, llama):
     model = AutoModelForCausalLM.from_pretrained(healed["folder"])
     settings = model.config.linear_attention

@@ -134,6 +134,7 @@ def kill_at(place: str, command: list[str], tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_to_the_same_result(whole, words, tmp_path, monkeypatch):
     out, made = tmp_path / "out", []
     command = [str(word) for word in [*words, *HEALED, "--output_dir", out]]
@@ -160,6 +161,7 @@ def test_a_killed_run_goes_on_to_the_same_result(whole, words, tmp_path, monkeyp
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
 
 
+@pytest.mark.long
 def test_an_interruption_keeps_what_was_done_for_this_request_alone(words, tmp_path, monkeypatch):
     out, work = tmp_path / "out", tmp_path / "out.unfinished"
 

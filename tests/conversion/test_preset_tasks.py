@@ -77,6 +77,7 @@ def test_rows_without_the_columns_of_the_task_are_refused(texts: list[str], tmp_
     assert "`--text_column_name source` is not a column of" in err
 
 
+@pytest.mark.long
 def test_conversations_are_learned_and_measured(tmp_path: Path) -> None:
     """The answers are scored, and the figures of a language model are those of conversations too."""
     save_twin(tmp_path / "original", "llama")

@@ -61,6 +61,7 @@ def test_a_recipe_makes_the_same_weights(family, given, tmp_path):
         assert not same_weights(tmp_path / "one", tmp_path / "three")
 
 
+@pytest.mark.long
 def test_a_recipe_and_python_repeat_a_preset(llama, text, tmp_path):
     words = ("--model_name_or_path", llama, "--preset", "default", "--train_file", text, "--tokens", "500")
     words += ("--window_size", 4, "--num_features", 8, "--allow_missing")

@@ -101,6 +101,7 @@ def test_the_untrained_student_is_ranked(llama, text, tmp_path):
     assert "2 of 3" in stdout
 
 
+@pytest.mark.long
 def test_with_a_preset_the_layers_are_chosen_before_the_last_stage(llama, text, tmp_path):
     out = tmp_path / "out"
     code, stdout, stderr = run(

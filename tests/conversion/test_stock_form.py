@@ -129,6 +129,7 @@ def test_what_computes_something_else_is_not_written(qwen3, tmp_path, monkeypatc
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_a_preset_heals_it_from_python(qwen3, tmp_path):
     texts = [topics[name][:600] for name in sorted(topics)[:4]]
     options = {"tokens": "300", "tokenizer": None, "output_dir": tmp_path / "out", "softmax_layers": "1"}

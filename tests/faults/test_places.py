@@ -124,6 +124,7 @@ def test_what_a_dead_process_left_is_removed_and_nothing_else(tmp_path):
     assert_nothing_written(tmp_path, *kept)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["convert", "train"])
 def test_the_second_of_two_processes_is_refused_at_once_and_told_who_writes(
     llama, linear_llama, files, tmp_path, command, monkeypatch
@@ -146,6 +147,7 @@ def test_the_second_of_two_processes_is_refused_at_once_and_told_who_writes(
     assert_nothing_written(out.parent, "out")  # what the killed process left is used again, and removed
 
 
+@pytest.mark.long
 def test_two_conversions_to_one_folder(llama, tmp_path, monkeypatch):
     started, load = threading.Event(), pipeline.load_converted
 
@@ -229,6 +231,7 @@ def test_what_is_missing_may_be_allowed(llama, files, tmp_path):
     assert "LOAD REPORT" not in err  # one line of our own says it
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("script", "number"), [(SCRIPTS[0], 2), (SCRIPTS[1], 15)], ids=["convert", "train"])
 def test_a_signal_during_the_imports_is_one_line(script, number, linear_llama, files, tmp_path):
     words = ["--model_name_or_path", linear_llama, "--output_dir", tmp_path / "out"]

@@ -81,7 +81,7 @@ def prefill_on_cuda(call) -> tuple:
     names = (*fuzz.HYBRID[:7], "score", "position", "key_position", *fuzz.HYBRID[9:13], "log_decay", "state")
     kept, turn = [t[name] for name in KEPT if t.get(name) is not None], torch.tensor(frequencies)
     how = call.options["window"], call.options["number"], *turns, call.options["scaling"], False
-    return (*map(t.get, names), kept, t["log_scale"], t["norm_weight"], turn, *how)
+    return (*map(t.get, names), kept, t["log_scale"], t["norm_weight"], turn, None, *how)
 
 
 def test_on_cuda_what_does_not_fit_is_the_same_error():

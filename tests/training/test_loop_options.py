@@ -34,6 +34,7 @@ DISTILLATION = ["--logits_kl_weight", 1, "--hidden_state_weight", 1]
 TRANSFER = ["--attention_transfer_weight", 1, "--trainable", "mechanism"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("objectives", [DISTILLATION, TRANSFER], ids=["distillation", "transfer"])
 def test_recomputed_activations_change_nothing(objectives, finetune, causal, llama, tmp_path, monkeypatch):
     """Bit by bit, because recomputation does the same operations. Attention transfer sees every layer once, and keeps

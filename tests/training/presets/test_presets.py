@@ -92,6 +92,7 @@ def test_the_stages_of_an_encoder(finetune, masked_teacher, files, tmp_path):
     assert changed(out / "stages" / "1-transfer", out) - mechanisms
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_with_the_stage_it_was_in(finetune, models, data, files, tmp_path, monkeypatch):
     """Ended between the stages: the first is not repeated, and the result is that of the uninterrupted run.
 
