@@ -4,8 +4,8 @@
 
 `quick_start` has nats per token by position: it reads docs/images/quick_start.json, or takes the figures of a
 conversion's report and keeps them there first. `real_decoder` has what a real model loses by position: it reads
-benchmarks/results/real.json, which `benchmarks.real --output` wrote. `recall_bytes` and `steps` (a token's time against
-the context) show the results of these benchmarks.
+benchmarks/results/real.json, rows of `benchmarks.real --output`, where shorter texts have fewer ranges. `recall_bytes`
+and `steps` (a token's time against the context) show the results of these benchmarks.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ def quick_start(positions: dict):
 def real_decoder(rows: list[dict]):
     """The figure: nats above the original by range of positions, a color for each size of state."""
     names = [name for name in rows[0] if "-" in name and int(name.partition("-")[0]) >= 256]
-    edges = [int(names[0].partition("-")[0]), *(1 + int(name.partition("-")[2]) for name in names)]
+    edges = [int(name.partition("-")[0]) for name in names] + [1 + int(names[-1].partition("-")[2])]
     figure, axes = new_figure("real_decoder", 7.5, 3.6)
     pairs = zip(rows[1::2], rows[2::2], STATES.items(), strict=True)
     for window, student, (tokens, color) in pairs:
         for row, label, style in ((window, "untrained window", "--"), (student, "converted", "-")):
-            lost = [row[name] - rows[0][name] for name in names]
-            label = f"{label}, {tokens:,} tokens"
-            axes.stairs(lost, edges, baseline=None, label=label, color=color, linewidth=2.2, linestyle=style)
+            lost = [row[name] - rows[0][name] for name in names if name in row]
+            look = {"label": f"{label}, {tokens:,} tokens", "color": color, "linestyle": style, "linewidth": 2.2}
+            axes.stairs(lost, edges[: len(lost) + 1], baseline=None, **look)
     axes.axhline(0, color=POSITIONS["teacher"][1], linewidth=1.5, label="original")
     axes.set_xscale("log", base=2)
     axes.set_xticks(edges, [f"{edge:,}" for edge in edges])
