@@ -4,7 +4,7 @@
 
 `quick_start` has nats per token by position: it reads docs/images/quick_start.json, or takes the figures of a
 conversion's report and keeps them there first. `real_decoder` has what a real model loses by position: it reads
-benchmarks/results/real.json, rows of `benchmarks.real --output`, where shorter texts have fewer ranges. `recall_bytes`
+docs/images/real_decoder.json, rows of `benchmarks.real --output`, where shorter texts have fewer ranges. `recall_bytes`
 and `steps` (a token's time against the context) show the results of these benchmarks.
 """
 
@@ -174,7 +174,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         keep(read(Path(sys.argv[1])))
     save(quick_start(read(KEPT)["quality"]["positions"]), "quick_start")
-    save(real_decoder(read(RESULTS / "real.json")["rows"]), "real_decoder")
+    save(real_decoder(read(IMAGES / "real_decoder.json")["rows"]), "real_decoder")
     save(recall_bytes(read(RESULTS / "recall_bytes.json")["tasks"]), "recall_bytes")
     save(steps(read(RESULTS / "speed.json")["milliseconds"]["steps"]), "steps")
 

@@ -38,10 +38,15 @@ def pytest_sessionstart(session):
 def pytest_collection_modifyitems(items):
     """The files that take longest come first, so that no process of `make test` waits for another at the end."""
     longest = (
+        "hf_linear_attention/test_mechanisms.py",
         "shipping/test_alone.py",
-        "training/test_tasks.py",
+        "architectures/test_architectures.py",
         "docs/test_commands.py",
-        "checkpoints/test_faults.py",
+        "conversion/test_option_effects.py",
+        "conversion/test_one_command.py",
+        "hf_linear_attention/test_generation.py",
+        "faults/test_places.py",
+        "faults/test_damaged_input.py",
     )
     items.sort(key=lambda item: not item.path.as_posix().endswith(longest))
 
