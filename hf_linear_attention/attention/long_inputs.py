@@ -17,13 +17,15 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.modeling_outputs import ModelOutput
 
+from ..torch_kernels.implementations import implemented
 from .transformers_internals import CACHE_NAMES, COLLECTED, PER_TOKEN, cache_among, cache_name, is_stateful
 
 
-# Tokens of a sequence in one pass: many enough for efficient projections, few enough for memory. A GPU is kept busy by
-# longer ones, and each continues from a state, which takes more launches than to begin without one.
+# Tokens of a sequence in one pass: many enough for efficient projections, few enough for memory.
 CHUNK_SIZE = 4096
-CUDA_CHUNK_SIZE = 32768
+# Of all sequences together, where CUDA kernels read them: a pass that continues from a state has more launches, and
+# torch's form of exact keys takes memory for each token (4.4 GB for 32,768 tokens and one head, .55 for 4,096).
+TOKENS_OF_KERNELS = 32768
 # An input of at most so many tokens is one chunk, so that usual inputs are computed as they always were.
 LONGEST_UNDIVIDED = 8192
 OTHER_TENSORS = ("attention_mask", "logits_to_keep")
@@ -53,12 +55,14 @@ def _in_chunks(forward: Callable[..., Any], linear_modules: Callable[[Any], Mapp
             return forward(self, *args, **kwargs)
         bound = dict(zip(names, args)) | kwargs
         tokens = bound.get("input_ids") if bound.get("input_ids") is not None else bound.get("inputs_embeds")
-        if not isinstance(tokens, Tensor) or tokens.ndim < 2:
-            return forward(self, *args, **kwargs)
-        chunk_size = CUDA_CHUNK_SIZE if tokens.is_cuda else CHUNK_SIZE
-        if tokens.shape[1] <= max(chunk_size, LONGEST_UNDIVIDED):
+        if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] <= LONGEST_UNDIVIDED:
             return forward(self, *args, **kwargs)
         modules = linear_modules(self).values()
+        chunk_size = CHUNK_SIZE
+        if tokens.is_cuda and all(implemented("takes_long_inputs", x.linear_attention, self.dtype) for x in modules):
+            chunk_size = max(CHUNK_SIZE, TOKENS_OF_KERNELS // max(1, tokens.shape[0]))
+        if tokens.shape[1] <= chunk_size:
+            return forward(self, *args, **kwargs)
         is_linear = any(module.linear_attention_enabled for module in modules)
         has_backend = any(module.linear_attention_backend for module in modules)  # which divides inputs itself
         if not is_linear or has_backend or is_stateful(self) or not _can_divide(self.config, bound, tokens.shape[1]):

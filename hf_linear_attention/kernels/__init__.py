@@ -15,7 +15,7 @@ def register_kernels() -> None:
     from .fla import gpu_kernel
     from .hybrid import hybrid, takes_hybrid
     from .hybrid_step import hybrid_step, takes_hybrid_step
-    from .on_cuda import hybrid_on_cuda, hybrid_step_on_cuda, packed_hybrid_on_cuda, window_on_cuda
+    from .on_cuda import hybrid_on_cuda, hybrid_step_on_cuda, packed_hybrid_on_cuda, takes_long_inputs, window_on_cuda
     from .operators import attention, attention_step, elu_plus_one, makes_features, slot_attention
     from .triton_hybrid import scores
     from .window import window, window_both_ways
@@ -40,6 +40,7 @@ def register_kernels() -> None:
         "slot_attention": slot_attention,
         "takes_hybrid": takes_hybrid,
         "takes_hybrid_step": takes_hybrid_step,
+        "takes_long_inputs": takes_long_inputs,
         "window": window,
         "window_both_ways": window_both_ways,
         "window_on_cuda": window_on_cuda,

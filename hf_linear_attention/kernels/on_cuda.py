@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..features.maps import ExpFeatureMap
-from ..mechanisms.base import MechanismInputs, State
+from ..mechanisms.base import AttentionMechanism, MechanismInputs, State
 from ..mechanisms.hybrid import SLOPE_TOKENS, HybridAttention
 from ..mechanisms.window import Line, WindowAttention, WindowState
 from ..torch_kernels.blocks import EMPTY_MAXIMUM, EXP, HEDGEHOG, is_tracing, with_dtype
@@ -119,6 +119,22 @@ def _prefill(
         is_rate=True,
         spans=spans,
     )
+
+
+def takes_long_inputs(mechanism: AttentionMechanism, dtype: torch.dtype) -> bool:
+    """Whether Triton computes what a mechanism reads in this dtype on CUDA."""
+    if not isinstance(mechanism, HybridAttention) or mechanism.alibi is not None or not mechanism.joins_at_once:
+        return False
+    shape, (weight, function) = mechanism.shape, _map_of(mechanism)
+    query, key, sinks = (
+        weight.new_empty(1, heads, number, shape.head_dim, dtype=dtype)
+        for heads, number in (
+            (shape.num_heads, 1),
+            (shape.num_key_value_heads, 1),
+            (shape.num_key_value_heads, mechanism.num_sinks),
+        )
+    )
+    return mechanism.uses_far and triton_hybrid.takes(query, key, key, sinks, weight, function)
 
 
 def hybrid_step_on_cuda(

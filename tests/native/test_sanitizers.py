@@ -71,4 +71,4 @@ def test_sanitizers_are_at_work(sanitized_library, tmp_path):
 def test_the_installed_library_computes_what_float64_does():
     if kernels_cpu.library() is None:
         pytest.skip(kernels_cpu.kernel_backend().reason)
-    assert fuzz("--seed", 1_000_000, "--calls", 250, "--seconds", MOST_SECONDS) == 250
+    assert fuzz("--seed", 1_000_000, "--calls", 500, "--seconds", MOST_SECONDS) == 500
