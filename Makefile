@@ -59,6 +59,7 @@ $(OLDEST)/.installed: $(VENV)/.installed constraints-oldest.txt
 .PHONY: test-oldest
 test-oldest: $(OLDEST)/.installed ## A part of the tests with the oldest versions that pyproject.toml states (3 minutes)
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q $(BY_FILE) -p no:cacheprovider -k "not image $(OLDEST_TORCH:%=and not compile)" \
+		-m "not long or xdist_group(name='alone')" \
 		tests/hf_linear_attention/test_modeling.py tests/hf_linear_attention/test_generation.py \
 		tests/hf_linear_attention/test_cache.py tests/conversion/test_conversion.py tests/training/evaluation tests/training/presets \
 		tests/shipping/test_alone.py::test_it_loads_and_computes_the_same

@@ -12,17 +12,22 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
-from transformers.integrations import hub_kernels
 
-
-# Where fla is installed (`make test-clients` does that), transformers calls it without a GPU too, and Triton fails.
-if hasattr(hub_kernels, "use_kernel_func_from_hub_with_fallback") and not torch.cuda.is_available():
-    _with_fallback = hub_kernels.use_kernel_func_from_hub_with_fallback
-    hub_kernels.use_kernel_func_from_hub_with_fallback = lambda name, *_, **__: _with_fallback(name, "no package")
 
 # A shell starts background jobs with SIGINT ignored, and Python keeps that; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    """transformers calls fla, which `make test-clients` installs, without a GPU too, and Triton fails."""
+    if config.getoption("dist", "no") != "no":
+        return  # this process only hands tests out, and starts some seconds earlier without torch
+    import torch
+    from transformers.integrations import hub_kernels
+
+    if hasattr(hub_kernels, "use_kernel_func_from_hub_with_fallback") and not torch.cuda.is_available():
+        with_fallback = hub_kernels.use_kernel_func_from_hub_with_fallback
+        hub_kernels.use_kernel_func_from_hub_with_fallback = lambda name, *_, **__: with_fallback(name, "no package")
 
 
 def pytest_sessionstart(session):
@@ -39,7 +44,7 @@ def pytest_collection_modifyitems(items):
     """The files that take longest come first, so that no process of `make test` waits for another at the end."""
     longest = (
         "hf_linear_attention/test_mechanisms.py",
-        "shipping/test_alone.py",
+        "training/test_option_effects.py",
         "architectures/test_architectures.py",
         "docs/test_commands.py",
         "conversion/test_option_effects.py",
@@ -53,12 +58,16 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _seed():
+    import torch
+
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def fresh_compiler():
     """Without the shapes that earlier tests compiled, which would make later graphs symbolic and slow to trace."""
+    import torch
+
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

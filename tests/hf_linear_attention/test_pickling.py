@@ -6,6 +6,7 @@ import json
 import pickle
 
 import processes
+import pytest
 import torch
 import transformers
 from architectures import tiny_model
@@ -34,6 +35,7 @@ def load(folders):
     (folders[0].parent / "made.json").write_text(json.dumps(made))
 
 
+@pytest.mark.long
 def test_a_saved_model_loads_where_none_was_made(tmp_path):
     inputs, expected = {"input_ids": IDS}, {}
     hybrid = {"mechanism": "hybrid", "window_size": 4, "rope": "none", "layers": [1, 2]}

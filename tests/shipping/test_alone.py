@@ -26,6 +26,8 @@ from hf_linear_attention import convert, softmax_attention
 from hf_linear_attention.kernels import cpu as kernels_cpu
 
 
+# The fixture `results` takes half a minute; with `--dist loadgroup` one process makes it.
+pytestmark = pytest.mark.xdist_group(name="alone")
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 TEXT = "some text for the tokenizer"
 # What is loaded as from a hub, too, and without its head.
@@ -283,6 +285,7 @@ def _inputs_for(model) -> dict[str, torch.Tensor]:
     return {"input_features": features, "decoder_input_ids": torch.arange(5, 19).view(2, 7)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONVERTED)
 def test_it_loads_and_computes_the_same(results, name):
     """From its folder, saved again over another checkpoint, and some from a hub."""
@@ -300,12 +303,14 @@ def test_every_family_converts_and_loads_with_and_without_the_package(tmp_path, 
     assert found == dict.fromkeys(FAMILIES, "equal") | {"imported": []}
 
 
+@pytest.mark.long
 def test_a_trainer_checkpoint_does_too_nothing_else_was_imported_and_without_trust_it_is_refused(results):
     assert results["blocked"]["trainer gpt2"] == "equal"
     assert results["blocked"]["imported"] == []
     assert results["blocked"]["untrusted"] == "refused"
 
 
+@pytest.mark.long
 def test_an_installed_package_serves_it(results):
     """Though nobody has imported it, and `trust_remote_code=True` was given."""
     found = {job: got for job, got in results["installed"].items() if job not in ("together", "imported")}
@@ -314,6 +319,7 @@ def test_an_installed_package_serves_it(results):
     assert results["installed"]["imported"] == ["hf_linear_attention"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("group", ["blocked", "installed"])
 def test_checkpoints_of_all_versions_compute_together_what_they_did(results, group):
     found = results[group]["together"]
@@ -322,6 +328,7 @@ def test_checkpoints_of_all_versions_compute_together_what_they_did(results, gro
     assert {module for folder, (_, module) in found.items() if "/now/" in folder} == {expected}
 
 
+@pytest.mark.long
 def test_a_package_that_is_too_old_leaves_the_work_to_the_checkpoint(results):
     module, said = results["newer"]["newer"]
     assert module == "transformers_modules"
@@ -335,11 +342,13 @@ def test_it_is_compiled_exported_pickled_and_copied(tmp_path):
     assert _run_alone({"graphs": {"graphs": _graphs(tmp_path)}}, tmp_path)["graphs"]["graphs"] == "equal"
 
 
+@pytest.mark.long
 def test_another_mechanism_is_refused_with_what_to_do(results):
     said = "`mechanism` = 'hybrid', but this checkpoint contains the code of `linear` only; install hf-linear-attention"
     assert said in results["blocked"]["foreign"]
 
 
+@pytest.mark.long
 def test_auto_map_names_every_head(converted):
     for name, (family, _, _) in CONVERTED.items():
         config = transformers.AutoConfig.from_pretrained(converted[name])

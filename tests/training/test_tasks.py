@@ -150,6 +150,7 @@ ORIGINALS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_trains_on_two_processes(recipe, request, twin, converted, tmp_path, dataset_cache):
     task = yaml.safe_load(recipe.read_text(encoding="utf-8"))["task"]

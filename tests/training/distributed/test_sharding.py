@@ -19,6 +19,7 @@ from hf_linear_attention._common.reading import read_json
 from hf_linear_attention.training.tracking import read_metrics
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mechanism", "options"), [("linear", {"feature_map": "elu1"}), ("performer", {}), ("hybrid", {"num_features": 8})]
 )
@@ -90,13 +91,8 @@ def test_finetune_in_shards(finetune, llama_teacher, files, tmp_path, dataset_ca
     assert not changed(two, again)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(processes.finetune, id="ddp"),
-        pytest.param(sharding.sharded_finetune, id="fsdp2", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [processes.finetune, sharding.sharded_finetune], ids=["ddp", "fsdp2"])
 def test_both_stages_of_the_default_preset(kind, finetune, llama_teacher, files, tmp_path, dataset_cache):
     """Started as by torchrun, and in shards resumed within attention transfer: the figures and weights of one process.
 

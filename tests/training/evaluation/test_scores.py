@@ -55,6 +55,7 @@ def test_scored_pairs_are_refused_without_their_library(tmp_path):
         check_pairs_file(str(tmp_path / "pairs.tsv"))
 
 
+@pytest.mark.long
 def test_figures_are_the_same_on_several_processes(finetune, named_classifier, files, tmp_path, dataset_cache):
     """Bit by bit: 21 texts on 2 processes, so that a sampler would have to repeat one.
 
