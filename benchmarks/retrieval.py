@@ -21,7 +21,6 @@ of its own, and this file imports nothing of ours: `python -m benchmarks.real --
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import itertools
 import json
@@ -29,7 +28,7 @@ import random
 import re
 import string
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
@@ -129,22 +128,38 @@ TASKS: dict[str, Callable[[Any, int], Iterable[Context]]] = {
 
 
 @torch.no_grad()
-def values_found(model: Any, contexts: list[Context], press: Any = None, tokens: int = 0) -> float:
-    """The share of values that the model finds behind a cache of `tokens` keys, or a whole one without a press."""
-    right = []
-    for context in contexts:
-        cache, length = DynamicCache(), len(context.words)
-        if press is not None:
-            press.compression_ratio = max(0.0, 1 - tokens / length)
-        with contextlib.nullcontext() if press is None else press(model):
-            model.model(torch.tensor([context.words]), past_key_values=cache)
-        for question in context.questions:
-            ids = torch.tensor([question.words + question.value])
-            positions = torch.arange(length, length + ids.shape[1])[None]
-            logits = model(ids, past_key_values=copy.deepcopy(cache), position_ids=positions).logits
-            likely = logits[0, len(question.words) - 1 : -1].argmax(-1)
-            right.append(likely.tolist() == question.value)
-    return sum(right) / len(right)
+def caches_of(model: Any, words: list[int], presses: Mapping[str, Any]) -> dict[str, DynamicCache]:
+    """The whole cache of a context, and what each press leaves of it: all from one prefill, which no press changes."""
+    whole, found = DynamicCache(), {name: DynamicCache() for name in presses}
+
+    def compress(module: Any, _: Any, given: dict[str, Any], output: Any) -> None:
+        layer = whole.layers[module.layer_idx]
+        for name, press in presses.items():
+            kept = press.compress(module, given["hidden_states"], layer.keys, layer.values, output[1], given)
+            found[name].update(*kept, module.layer_idx)
+
+    hooks = [layer.self_attn.register_forward_hook(compress, with_kwargs=True) for layer in model.model.layers]
+    for press in presses.values():
+        press.post_init_from_model(model)
+    try:
+        model.model(torch.tensor([words]), past_key_values=whole)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {"whole cache": whole, **found}
+
+
+@torch.no_grad()
+def answers(model: Any, cache: DynamicCache, context: Context) -> list[bool]:
+    """Whether the model finds the value of each question behind a cache."""
+    right, length = [], len(context.words)
+    for question in context.questions:
+        ids = torch.tensor([question.words + question.value])
+        positions = torch.arange(length, length + ids.shape[1])[None]
+        logits = model(ids, past_key_values=copy.deepcopy(cache), position_ids=positions).logits
+        likely = logits[0, len(question.words) - 1 : -1].argmax(-1)
+        right.append(likely.tolist() == question.value)
+    return right
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -160,11 +175,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     for task in options.tasks:
-        contexts = [*TASKS[task](tokenizer, options.length)]
-        print(f"{task}, whole cache {values_found(model, contexts):.2f}", flush=True)
-        for tokens, name in itertools.product(options.tokens, options.presses):
-            found = values_found(model, contexts, getattr(kvpress, name)(), tokens)
-            print(f"{task}, {name} of {tokens} tokens {found:.2f}", flush=True)
+        found: dict[str, list[bool]] = {}
+        for context in TASKS[task](tokenizer, options.length):
+            presses: dict[str, Any] = {}
+            for tokens, name in itertools.product(options.tokens, options.presses):
+                ratio = max(0.0, 1 - tokens / len(context.words))
+                presses[f"{name} of {tokens} tokens"] = getattr(kvpress, name)(compression_ratio=ratio)
+            for name, cache in caches_of(model, context.words, presses).items():
+                found.setdefault(name, []).extend(answers(model, cache, context))
+        for name, right in found.items():
+            print(f"{task}, {name} {sum(right) / len(right):.2f}", flush=True)
 
 
 if __name__ == "__main__":

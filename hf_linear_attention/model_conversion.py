@@ -428,8 +428,13 @@ class _Observed:
             scaling = module.linear_attention_scaling
             module.linear_attention.calibrate(MechanismInputs(query, key, key, None, scaling, False))
         explained = [moments.fit(mechanism) for mechanism, moments in self.moments.items()]
-        if explained:
-            share = sum(explained) / len(explained)
+        if None in explained:
+            logger.warning(
+                "The scores of exact keys stay as they are (the newest keys are kept), because no row of the text to "
+                "fit them to is longer than the window; pass longer rows."
+            )
+        elif explained:
+            share = sum(filter(None, explained)) / len(explained)
             logger.info(
                 f"The scores of exact keys explain {share:.0%} of what outputs lose without a key, as logarithms."
             )

@@ -94,8 +94,13 @@ class ScoreMoments:
         self.fy[size:] += both @ y.sum(0).double()
         self.yy += y.double().square().sum((0, 1))
 
-    def fit(self, mechanism: Any) -> float:
-        """Set the scores of the mechanism; returns the share of the variance that they explain, over its heads."""
+    def fit(self, mechanism: Any) -> float | None:
+        """Set the scores of the mechanism; returns the share of the variance that they explain, over its heads.
+
+        Without a key that was ever behind the window, scores stay as they are, and None is returned.
+        """
+        if not self.ff[-1, -1]:
+            return None
         weight, slope, share = self.solved()
         mechanism.score_projection.copy_(weight)
         mechanism.score_slope.copy_(slope)
@@ -103,7 +108,7 @@ class ScoreMoments:
 
     def solved(self) -> tuple[Tensor, Tensor, Tensor]:
         """The weights of hidden states `[Hkv, E]` and of positions `[Hkv]`, and the share of variance they explain."""
-        size, count = self.ff.shape[0] - 2, self.ff[-1, -1].clamp(min=1)
+        size, count = self.ff.shape[0] - 2, self.ff[-1, -1]
         ff, fy, yy = self.ff / count, self.fy / count, self.yy / count
         mean_y, variance = fy[-1], ff.diagonal()[:size] - ff[:size, -1].square()
         damped = ff.clone()

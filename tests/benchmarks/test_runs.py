@@ -136,14 +136,17 @@ def test_real(tmp_path, capsys):
     (words, (question, *_)), *_ = retrieval.pairs(tokenizer, 200)
     prompt = torch.tensor([words + question.words])
     said = model.generate(prompt, max_new_tokens=3, do_sample=False)[0, prompt.shape[1] :].tolist()
-    for value, found in ((said, 1.0), ([said[0], said[1] + 1, said[2]], 0.0)):
-        asked = [retrieval.Context(words, [question._replace(value=value)])]
-        assert real.values_found(model, [*map(real.with_answers, asked)]) == found
-        assert retrieval.values_found(model, asked) == found  # kvpress has an environment of its own
-    press = mock.MagicMock()
-    retrieval.values_found(model, asked, press, tokens=10)
-    press.assert_called_once_with(model)
-    assert round((1 - press.compression_ratio) * len(words)) == 10
+    press = mock.MagicMock()  # kvpress has an environment of its own
+    press.compress = lambda module, hidden, keys, values, *_: (keys[:, :, -10:], values[:, :, -10:])
+    caches = retrieval.caches_of(model, words, {"newest": press})
+    press.post_init_from_model.assert_called_once_with(model)
+    for value, found in ((said, True), ([said[0], said[1] + 1, said[2]], False)):
+        asked = retrieval.Context(words, [question._replace(value=value)])
+        assert real.values_found(model, [real.with_answers(asked)]) == found
+        assert retrieval.answers(model, caches["whole cache"], asked) == [found]
+    for whole, kept in zip(caches["whole cache"].layers, caches["newest"].layers, strict=True):
+        assert whole.keys.shape[2] == len(words)
+        assert torch.equal(whole.keys[:, :, -10:], kept.keys)
 
 
 def bytes_of(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:

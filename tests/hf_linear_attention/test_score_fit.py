@@ -81,6 +81,14 @@ def test_it_is_the_ridge_regression_of_how_far_outputs_move(monkeypatch: pytest.
         assert (share > 0.3).all()
 
 
+def test_without_a_far_key_scores_stay_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = convert(stock_model("llama"), **HYBRID)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    calibrate(model, [padded_batch([WINDOW, 3])])
+    assert "longer than the window" in caplog.text
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 def test_packed_documents_do_not_see_each_other() -> None:
     alone = padded_batch([24, 24])
     model, seen, _ = model_and_observed(alone)
