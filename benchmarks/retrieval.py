@@ -138,7 +138,10 @@ def caches_of(model: Any, words: list[int], presses: Mapping[str, Any]) -> dict[
             kept = press.compress(module, given["hidden_states"], layer.keys, layer.values, output[1], given)
             found[name].update(*kept, module.layer_idx)
 
-    hooks = [layer.self_attn.register_forward_hook(compress, with_kwargs=True) for layer in model.model.layers]
+    attentions = [layer.self_attn for layer in model.model.layers]
+    for attention in attentions:
+        attention.rotary_emb = model.model.rotary_emb  # which presses look for there
+    hooks = [attention.register_forward_hook(compress, with_kwargs=True) for attention in attentions]
     for press in presses.values():
         press.post_init_from_model(model)
     try:

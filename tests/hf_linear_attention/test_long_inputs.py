@@ -65,6 +65,21 @@ def test_logits_are_those_of_one_pass(name, divided):
     assert len(divided) == 5
 
 
+@pytest.mark.parametrize(
+    ("takes", "rows", "lengths"), [(True, 2, [12, 12, 5]), (True, 9, [6] * 4 + [5]), (None, 2, [6] * 4 + [5])]
+)
+def test_on_cuda_a_pass_is_as_long_as_its_kernels_allow(takes, rows, lengths, divided, monkeypatch):
+    """24 tokens of all sequences together here; torch's form of exact keys would take memory for each of them."""
+    monkeypatch.setattr(long_inputs, "TOKENS_OF_KERNELS", 24)
+    monkeypatch.setattr(long_inputs, "implemented", lambda *_: takes)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    model, seen = model_of("hybrid"), []
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+    with torch.no_grad():
+        model(IDS[:1].expand(rows, -1))
+    assert seen == lengths
+
+
 def test_generation_is_the_same(divided, monkeypatch):
     model = model_of("hybrid")
     options = {"attention_mask": PADDED, "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
