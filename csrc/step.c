@@ -30,30 +30,39 @@ INLINE float dot(const float *a, const float *b, int64_t n) {
     return sum;
 }
 
-INLINE vector unaligned(const float *x) {
-    vector y;
-    memcpy(&y, x, sizeof(y));
-    return y;
-}
-
-/* out[columns] += weights[count] rows[count, columns], whose rows begin `stride` numbers apart; rows of weight 0 may be
-   nan. Sums stay in registers: in memory, each would wait for the one before. */
-static void add_weighted(float *out, const float *rows, int64_t stride, const float *weights, int64_t count,
-                         int64_t columns) {
+/* out[columns] += weights[count] rows[count, columns], whose rows begin `stride` numbers apart, and, if there is a
+   second row of weights, the same with it in `second_out`; rows that weigh 0 may be nan. Sums stay in registers: in
+   memory, each would wait for the one before. */
+INLINE void add_weighted_twice(float *out, float *second_out, const float *rows, int64_t stride, const float *weights,
+                               const float *second, int64_t count, int64_t columns) {
     enum { PARTS = 4 };
     int64_t first = 0;
     for (; first + PARTS * LANES <= columns; first += PARTS * LANES) {
-        vector sums[PARTS];
-        for (int part = 0; part < PARTS; part++) sums[part] = unaligned(out + first + part * LANES);
+        vector sums[PARTS], more[PARTS];
+        for (int part = 0; part < PARTS; part++) sums[part] = *(const vector *)(out + first + part * LANES);
+        for (int part = 0; part < PARTS && second; part++)
+            more[part] = *(const vector *)(second_out + first + part * LANES);
         for (int64_t t = 0; t < count; t++) {
             const float *row = rows + t * stride + first;
-            if (!weights[t]) continue;
-            for (int part = 0; part < PARTS; part++) sums[part] += weights[t] * unaligned(row + part * LANES);
+            if (!weights[t] && !(second && second[t])) continue;
+            vector x[PARTS];
+            for (int part = 0; part < PARTS; part++) x[part] = *(const vector *)(row + part * LANES);
+            for (int part = 0; part < PARTS; part++) sums[part] += weights[t] * x[part];
+            for (int part = 0; part < PARTS && second; part++) more[part] += second[t] * x[part];
         }
-        for (int part = 0; part < PARTS; part++) memcpy(out + first + part * LANES, sums + part, sizeof(vector));
+        for (int part = 0; part < PARTS; part++) *(vector *)(out + first + part * LANES) = sums[part];
+        for (int part = 0; part < PARTS && second; part++) *(vector *)(second_out + first + part * LANES) = more[part];
     }
-    for (int64_t t = 0; t < count && first < columns; t++)
-        if (weights[t]) add_scaled(out + first, rows + t * stride + first, weights[t], columns - first);
+    for (int64_t t = 0; t < count && first < columns; t++) {
+        const float *row = rows + t * stride + first;
+        if (weights[t]) add_scaled(out + first, row, weights[t], columns - first);
+        if (second && second[t]) add_scaled(second_out + first, row, second[t], columns - first);
+    }
+}
+
+static void add_weighted(float *out, const float *rows, int64_t stride, const float *weights, int64_t count,
+                         int64_t columns) {
+    add_weighted_twice(out, NULL, rows, stride, weights, NULL, count, columns);
 }
 
 static void plain_step(const step_sizes *n, char **x) {
@@ -91,22 +100,30 @@ INLINE const float *row_as_floats(const char *x, int64_t i, int64_t n, int64_t b
     return space;
 }
 
-/* x = exp(x) for x <= 0, nan where it is nan */
+/* exp(x) for x <= 0, nan where it is nan */
+INLINE vector exponential(vector x) {
+    return blend(x < -86.0f, (vector){0}, exp_of_negative(x) + 0 * x);
+}
+
+/* x = exp(x) for x <= 0 */
 static void exponentials(float *x, int64_t n) {
-    for (int64_t j = 0; j < n; j += LANES) {
-        int64_t bytes = 4 * (n - j < LANES ? n - j : LANES);
-        vector y = {0};
-        memcpy(&y, x + j, bytes);
-        y = blend(y < -86.0f, (vector){0}, exp_of_negative(y) + 0 * y);
-        memcpy(x + j, &y, bytes);
-    }
+    int64_t whole = n / LANES * LANES;
+    vector last = {0};
+    for (int64_t j = 0; j < whole; j += LANES) *(vector *)(x + j) = exponential(*(const vector *)(x + j));
+    memcpy(&last, x + whole, 4 * (n - whole));
+    last = exponential(last);
+    memcpy(x + whole, &last, 4 * (n - whole));
 }
 
 /* x = exp(x - their maximum), 0 where x is EMPTY, nan where it is nan; returns the maximum, and the sum in `total`. */
 static float softmax_weights(float *x, int64_t n, float *total) {
+    vector most = broadcast(EMPTY);
     float largest = EMPTY;
+    int64_t whole = n / LANES * LANES;
     *total = 0;
-    for (int64_t j = 0; j < n; j++) largest = x[j] > largest ? x[j] : largest;
+    for (int64_t j = 0; j < whole; j += LANES) most = maximum_of(*(const vector *)(x + j), most);
+    for (int64_t j = whole; j < n; j++) largest = x[j] > largest ? x[j] : largest;
+    for (int l = 0; l < LANES; l++) largest = most[l] > largest ? most[l] : largest;
     for (int64_t j = 0; j < n; j++) x[j] = x[j] <= EMPTY ? EMPTY : x[j] - largest;
     exponentials(x, n);
     for (int64_t j = 0; j < n; j++) *total += x[j];
@@ -234,8 +251,8 @@ static void map_rows(const step_sizes *n, char **x, int64_t head, const leaving 
     }
     for (int64_t g = 0; g < n->groups; g++) {
         const float *weight = (const float *)x[STEP_QUERY_WEIGHT] + (head * n->groups + g) * d * columns;
-        map_row(n, out + (1 + g) * f, turned_row(n, queries + g * d, first, turn, turned_space), root, weight, NULL, 0,
-                space);
+        const float *query = turned_row(n, queries + g * round_up(d), first, turn, turned_space);
+        map_row(n, out + (1 + g) * f, query, root, weight, NULL, 0, space);
     }
 }
 
@@ -357,54 +374,90 @@ int delta_step(const step_sizes *n, char **x, const int64_t *strides, const int6
     return step_sequences(n, x, strides, rows, n->features, step_delta);
 }
 
-/* out += `weights [count]` times as many values from row `first` on */
+/* Rows of `columns` numbers as float32, BLOCK of them or less, in whole vectors: where they are, or in `space`. */
+static const float *block_as_floats(const char *x, int64_t first, int64_t count, int64_t columns, int64_t bytes,
+                                    float *space) {
+    int64_t row = round_up(columns);
+    if (bytes == 4 && row == columns && count == BLOCK) return (const float *)x + first * columns;
+    memset(space, 0, 4 * BLOCK * row);
+    for (int64_t t = 0; t < count; t++) {
+        const float *from = row_as_floats(x, first + t, columns, bytes, space + t * row);
+        if (from != space + t * row) memcpy(space + t * row, from, 4 * columns);
+    }
+    return space;
+}
+
+/* The products of `queries [groups, whole vectors]` with `count` keys from row `first` on, in `out [groups, row]`. */
+static void compare(const step_sizes *n, float *out, int64_t row, const char *keys, int64_t first, int64_t count,
+                    const float *queries, float *space) {
+    float found[BLOCK];
+    for (int64_t t = 0; t < count; t += BLOCK) {
+        int64_t rows = count - t < BLOCK ? count - t : BLOCK, columns = round_up(n->key_dim);
+        const float *block = block_as_floats(keys, first + t, rows, n->key_dim, n->key_bytes, space);
+        for (int64_t g = 0; g < n->groups; g++) {
+            row_dot_products(found, block, queries + g * columns, 0, columns);
+            memcpy(out + g * row + t, found, 4 * rows);
+        }
+    }
+}
+
+/* out[groups, width] += weights[groups, row] times `count` values from row `first` on. */
 static void add_weighted_values(const step_sizes *n, float *out, const char *values, int64_t first,
-                                const float *weights, int64_t count) {
-    int64_t width = n->width, at_once = n->value_bytes == 4 ? count : 1;
-    float space[width];
-    for (int64_t t = 0; t < count; t += at_once)
-        add_weighted(out, row_as_floats(values, first + t, width, n->value_bytes, space), width, weights + t, at_once,
-                     width);
+                                const float *weights, int64_t row, int64_t count, float *space) {
+    int64_t width = n->width, stride = round_up(width);
+    for (int64_t t = 0; t < count; t += BLOCK) {
+        int64_t rows = count - t < BLOCK ? count - t : BLOCK, g = 0;
+        const float *block = block_as_floats(values, first + t, rows, width, n->value_bytes, space);
+        for (; g + 2 <= n->groups; g += 2) {
+            const float *from = weights + g * row + t;
+            float *to = out + g * width;
+            add_weighted_twice(to, to + width, block, stride, from, from + row, rows, width);
+        }
+        if (g < n->groups) add_weighted(out + g * width, block, stride, weights + g * row + t, rows, width);
+    }
 }
 
 /* Exact keys, behind window and sinks, are compared at most at the trained length, like sinks: then with the queries
-   `moved` there, and keys moved to position 0. `logits [groups, window + sinks + exact]` is working space. */
+   `moved` there, and keys moved to position 0. `logits [groups, window + sinks + exact]` and `block [BLOCK, columns]`
+   are working space. */
 static void attend_near(const step_sizes *n, char **x, int64_t head, const float *queries, const float *moved,
-                        float *logits) {
+                        float *logits, float *block) {
     char **new = x + STEP_NEW, **kept = x + STEP_NEW_KEPT;
     int64_t window = n->window, near = window + n->sinks, count = near + n->exact, width = n->width, d = n->key_dim;
-    int64_t seen = *(const int64_t *)new[6], first = head * n->exact;
+    int64_t seen = *(const int64_t *)new[6], first = head * n->exact, columns = round_up(d);
     int64_t farthest = moved == queries ? INT64_MIN : *(const int32_t *)x[STEP_POSITION] - n->trained_length;
     const int32_t *age = (const int32_t *)kept[STEP_KEPT_AGE - STEP_KEPT_KEY];
     const int32_t *position = (const int32_t *)kept[STEP_KEPT_POSITION - STEP_KEPT_KEY];
-    float total, scaling = n->scaling, space[d], turned_space[d], turn[2 * n->pairs + 1];
+    float total, scaling = n->scaling, inverse[n->groups], space[d], turned_space[d], turn[2 * n->pairs + 1];
+    compare(n, logits, count, new[1], head * window, window, queries, block);
+    compare(n, logits + window, count, new[4], head * n->sinks, n->sinks, moved, block);
+    compare(n, logits + near, count, kept[0], first, n->exact, queries, block);
+    for (int64_t j = near; j < count && position && moved != queries; j++) {
+        if (position[first + j - near] > farthest || !age[first + j - near]) continue;
+        make_turn(turn, (const float *)x[STEP_FREQUENCIES], n->pairs, 0, -(int64_t)position[first + j - near]);
+        const float *key = row_as_floats(kept[0], first + j - near, d, n->key_bytes, space);
+        key = turned_row(n, key, 0, turn, turned_space);
+        for (int64_t g = 0; g < n->groups; g++) logits[g * count + j] = dot(moved + g * columns, key, d);
+    }
+    for (int64_t j = 0; j < n->groups * count; j++) logits[j] *= scaling;
     for (int64_t j = 0; j < count; j++) {
         int is_sink = j >= window && j < near;
         int is_seen = is_sink ? j - window < seen : j < window ? new[3][j] == FAR_LATER : age[first + j - near] != 0;
-        int is_distant = is_seen && j >= near && position && position[first + j - near] <= farthest;
-        const char *keys = j < window ? new[1] : is_sink ? new[4] : kept[0];
-        int64_t row = j < window ? head * window + j : is_sink ? head * n->sinks + j - window : first + j - near;
-        const float *key = row_as_floats(keys, row, d, n->key_bytes, space);
-        if (is_distant) {
-            make_turn(turn, (const float *)x[STEP_FREQUENCIES], n->pairs, 0, -(int64_t)position[first + j - near]);
-            key = turned_row(n, key, 0, turn, turned_space);
-        }
-        for (int64_t g = 0; g < n->groups; g++) {
-            const float *query = (is_sink || is_distant ? moved : queries) + g * d;
-            logits[g * count + j] = is_seen ? scaling * dot(query, key, d) : EMPTY;
-        }
+        for (int64_t g = 0; g < n->groups && !is_seen; g++) logits[g * count + j] = EMPTY;
     }
+    float *out = (float *)x[STEP_NEAR] + head * n->groups * width;
     for (int64_t g = 0; g < n->groups; g++) {
         int64_t row = head * n->groups + g;
-        float *out = (float *)x[STEP_NEAR] + row * width, largest = softmax_weights(logits + g * count, count, &total);
-        memset(out, 0, 4 * width);
-        add_weighted_values(n, out, new[2], head * window, logits + g * count, window);
-        add_weighted_values(n, out, new[5], head * n->sinks, logits + g * count + window, n->sinks);
-        add_weighted_values(n, out, kept[1], first, logits + g * count + near, n->exact);
-        for (int64_t i = 0; i < width; i++) out[i] *= total ? 1 / total : 0;
+        float largest = softmax_weights(logits + g * count, count, &total);
         ((float *)x[STEP_NEAR_SIZE])[row] = total ? largest + __builtin_logf(total) : EMPTY;
         ((float *)x[STEP_LARGEST])[row] = largest;
+        inverse[g] = total ? 1 / total : 0;
     }
+    memset(out, 0, 4 * n->groups * width);
+    add_weighted_values(n, out, new[2], head * window, logits, count, window, block);
+    add_weighted_values(n, out, new[5], head * n->sinks, logits + window, count, n->sinks, block);
+    add_weighted_values(n, out, kept[1], first, logits + near, count, n->exact, block);
+    for (int64_t i = 0; i < n->groups * width; i++) out[i] *= inverse[i / width];
 }
 
 /* `JointMix`: the near output of each query becomes that of near and far keys. */
@@ -424,7 +477,9 @@ static void join_far_part(const step_sizes *n, char **x, int64_t head) {
 static void step_hybrid(const step_sizes *n, char **x, float *exponents) {
     char **new = x + STEP_NEW;
     float *far_space = exponents + (1 + n->groups) * n->features, *queries = far_space + 4 * n->features;
-    float *moved_space = queries + n->groups * n->key_dim, *logits = moved_space + n->groups * n->key_dim;
+    int64_t columns = round_up(n->key_dim);
+    float *moved_space = queries + n->groups * columns, *block = moved_space + n->groups * columns;
+    float *logits = block + BLOCK * (columns > round_up(n->width) ? columns : round_up(n->width));
     int64_t window = n->window, sinks = n->sinks, key = n->key_dim * n->key_bytes, value = n->width * n->value_bytes;
     int64_t seen = *(const int64_t *)x[STEP_SEEN], now = (int64_t)((uint64_t)seen + 1); /* any number of a file */
     int64_t position = x[STEP_POSITION] ? *(const int32_t *)x[STEP_POSITION] : 0, last = n->trained_length - 1;
@@ -442,10 +497,11 @@ static void step_hybrid(const step_sizes *n, char **x, float *exponents) {
         const char *new_key = x[STEP_KEY] + head * key, *new_value = x[STEP_VALUE] + head * value;
         float space[n->width], *moved = is_beyond ? moved_space : queries;
         for (int64_t g = 0; g < n->groups; g++) {
-            float *query = queries + g * n->key_dim;
+            float *query = queries + g * columns;
             const float *row = row_as_floats(x[STEP_QUERY], head * n->groups + g, n->key_dim, n->query_bytes, query);
             if (row != query) memcpy(query, row, 4 * n->key_dim);
-            if (is_beyond) turned_row(n, query, 0, to_last, moved + g * n->key_dim);
+            for (int64_t i = n->key_dim; i < columns; i++) query[i] = moved[g * columns + i] = 0;
+            if (is_beyond) turned_row(n, query, 0, to_last, moved + g * columns);
         }
         /* Before anything moves: it may move in place. */
         leaving gone = leaving_key(n, x, head, oldest, is_far);
@@ -468,13 +524,14 @@ static void step_hybrid(const step_sizes *n, char **x, float *exponents) {
             memcpy(new[4] + (head * sinks + seen) * key, new_key, key);
             memcpy(new[5] + (head * sinks + seen) * value, new_value, value);
         }
-        attend_near(n, x, head, queries, moved, logits);
+        attend_near(n, x, head, queries, moved, logits, block);
         if (x[STEP_LOG_SCALE]) join_far_part(n, x, head);
     }
 }
 
 int hybrid_step(const step_sizes *n, char **x, const int64_t *strides, const int64_t *rows) {
-    int64_t near = n->window + n->sinks + n->exact;
-    int64_t floats = (5 + n->groups) * n->features + n->groups * (2 * n->key_dim + near);
+    int64_t near = n->window + n->sinks + n->exact, columns = round_up(n->key_dim), width = round_up(n->width);
+    int64_t floats = (5 + n->groups) * n->features + n->groups * (2 * columns + near);
+    floats += BLOCK * (columns > width ? columns : width);
     return step_sequences(n, x, strides, rows, floats, step_hybrid);
 }
