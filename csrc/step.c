@@ -31,8 +31,8 @@ INLINE float dot(const float *a, const float *b, int64_t n) {
 }
 
 /* out[columns] += weights[count] rows[count, columns], whose rows begin `stride` numbers apart, and, if there is a
-   second row of weights, the same with it in `second_out`; rows that weigh 0 may be nan. Sums stay in registers: in
-   memory, each would wait for the one before. */
+   second row of weights, the same with it in `second_out`; rows that weigh 0 in both may be nan. Sums stay in
+   registers: in memory, each would wait for the one before. */
 INLINE void add_weighted_twice(float *out, float *second_out, const float *rows, int64_t stride, const float *weights,
                                const float *second, int64_t count, int64_t columns) {
     enum { PARTS = 4 };

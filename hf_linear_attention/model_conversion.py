@@ -428,13 +428,15 @@ class _Observed:
             scaling = module.linear_attention_scaling
             module.linear_attention.calibrate(MechanismInputs(query, key, key, None, scaling, False))
         explained = [moments.fit(mechanism) for mechanism, moments in self.moments.items()]
-        if None in explained:
+        shares = [share for share in explained if share is not None]
+        if len(shares) < len(explained):
             logger.warning(
-                "The scores of exact keys stay as they are (the newest keys are kept), because no row of the text to "
-                "fit them to is longer than the window; pass longer rows."
+                f"In {len(explained) - len(shares)} of {len(explained)} layers the scores of exact keys stay as they "
+                "are (the newest keys are kept), because the rows of the text to fit them to are hardly longer than the "
+                "window; pass longer rows."
             )
-        elif explained:
-            share = sum(filter(None, explained)) / len(explained)
+        if shares:
+            share = sum(shares) / len(shares)
             logger.info(
                 f"The scores of exact keys explain {share:.0%} of what outputs lose without a key, as logarithms."
             )

@@ -97,7 +97,8 @@ class ScoreMoments:
     def fit(self, mechanism: Any) -> float | None:
         """Set the scores of the mechanism; returns the share of the variance that they explain, over its heads.
 
-        Without a key that was ever behind the window, scores stay as they are, and None is returned.
+        If no key was behind the window for enough queries to be fair (`log_largest_weights`), scores stay as they are,
+        and None is returned.
         """
         if not self.ff[-1, -1]:
             return None
