@@ -432,8 +432,8 @@ class _Observed:
         if len(shares) < len(explained):
             logger.warning(
                 f"In {len(explained) - len(shares)} of {len(explained)} layers the scores of exact keys stay as they "
-                "are (the newest keys are kept), because the rows of the text to fit them to are hardly longer than the "
-                "window; pass longer rows."
+                "are (the newest keys are kept), because the rows of the text to fit them to are hardly longer than "
+                "the window; pass longer rows."
             )
         if shares:
             share = sum(shares) / len(shares)
