@@ -65,6 +65,8 @@ def divide_exact_keys(model: PreTrainedModel, batches: Iterable[Mapping[str, Any
 def divided(errors: Sequence[Sequence[float]], counts: Sequence[int], total: int) -> list[int]:
     """Numbers with the sum `total`, at most the last of `counts` each, for which the sum of the errors is smallest.
 
+    Keys that lower no error are divided evenly, such as all where rows were too short for a key to be far.
+
     Args:
         errors: of each layer with each of `counts`, which rise; between these they are as on their lower convex hull.
         total: at least the first of `counts` for each layer, and at most the last.
@@ -76,10 +78,16 @@ def divided(errors: Sequence[Sequence[float]], counts: Sequence[int], total: int
             steps.append(((less_error - more_error) / (more - fewer), layer, more - fewer))
     result = [counts[0]] * len(errors)
     left = total - sum(result)
-    for _, layer, number in sorted(steps):  # the slopes of a hull rise
-        taken = min(number, left)
+    for slope, layer, number in sorted(steps):  # the slopes of a hull rise
+        taken = min(number, left) if slope < 0 else 0
         result[layer] += taken
         left -= taken
+    while left:
+        open_layers = [layer for layer, number in enumerate(result) if number < counts[-1]]
+        for place, layer in enumerate(open_layers):
+            taken = min(-(-left // (len(open_layers) - place)), counts[-1] - result[layer])
+            result[layer] += taken
+            left -= taken
     return result
 
 

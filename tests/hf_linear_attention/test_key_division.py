@@ -37,6 +37,20 @@ def test_no_division_has_a_smaller_sum_of_errors(seed):
     assert sum(map(at, range(3), found)) == pytest.approx(best, abs=1e-5)
 
 
+def test_keys_that_lower_no_error_are_divided_evenly():
+    first, last = COUNTS[0], COUNTS[-1]
+    for total in (3 * first, 3 * first + 4, 3 * last):
+        found = divided([[5.0] * len(COUNTS)] * 3, COUNTS, total)
+        assert sum(found) == total
+        assert max(found) - min(found) <= 1
+    gains = [float(len(COUNTS) - place) for place in range(len(COUNTS))]
+    assert divided([gains, [5.0] * len(COUNTS), [5.0] * len(COUNTS)], COUNTS, last + 2 * first + 2) == [
+        last,
+        first + 1,
+        first + 1,
+    ]
+
+
 def test_a_layer_whose_errors_rise_for_a_while_is_measured_by_its_hull():
     assert divided([[8, 9, 9, 0], [8, 7, 6.5, 6.4]], COUNTS, 10) == [8, 2]
 
