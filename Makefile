@@ -120,7 +120,7 @@ test-architectures: $(VENV)/.installed ## A tiny twin of every tested architectu
 		tests/shipping/test_alone.py::test_every_family_converts_and_loads_with_and_without_the_package
 
 .PHONY: test-long
-test-long: $(VENV)/.installed ## What takes long: most pages of the documentation, several processes, compilation, fake CUDA, a wheel (6 minutes on 2 cores)
+test-long: $(VENV)/.installed ## What takes long: most pages of the documentation, what each option does, several processes, compilation, fake CUDA, a wheel (8 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m long tests/_common tests/conversion tests/docs tests/faults tests/hf_linear_attention tests/shipping tests/training
 
 .PHONY: test-sanitizers

@@ -102,12 +102,17 @@ def observe_batches(
     number = 0
     with observe_attention(model, observer):
         for batch in batches:
-            given = {name: value.to(model.device) for name, value in batch.items()}
-            if "use_cache" in inspect.signature(model.base_model.forward).parameters:
-                given["use_cache"] = False
-            model.base_model(**given)
+            model.base_model(**forward_arguments(model, batch))
             number += 1
     return number
+
+
+def forward_arguments(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with which `model` computes a batch, on its device and without a cache."""
+    given = {name: value.to(model.device) for name, value in batch.items()}
+    if "use_cache" in inspect.signature(model.base_model.forward).parameters:
+        given["use_cache"] = False
+    return given
 
 
 def _observed_forward(

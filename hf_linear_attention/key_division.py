@@ -1,37 +1,46 @@
 """How many exact keys each layer gets, of as many as all layers have in common: `divide_exact_keys`.
 
 Layers differ far more than scores do: in Qwen2.5-Coder-0.5B with 353 exact keys in each, the errors of the layers'
-outputs range from .1 to 28 %. So keys move from layers that need few to those that need many, by what is measured.
+outputs range from .1 to 28 %, and what an error costs differs, too. So keys move from layers that need few to those
+that need many, by the Fisher information of the model's outputs: with a gradient g, of the loss of tokens sampled from
+these outputs, a change d of a layer's output raises their divergence from the original's by the mean of (g d)^2 / 2. In
+that model, its logarithm has a correlation of .96 with the measured divergence, that of the errors alone .79.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention_observation import ObservedAttention, observe_batches
+from .attention_observation import ObservedAttention, forward_arguments, observe_attention
 from .configuration_linear_attention import entries_of, num_attention_layers
 from .modeling_linear_attention import linear_attention_modules
 
 
 # The numbers of keys that are tried, over the mean number; a layer gets at most the last.
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
-TOKENS = 4096  # on which errors are measured, in whole rows
+TOKENS = 4096  # on which costs are measured, in whole rows
+LOGITS = 2**26  # that are alive together: 441 tokens of the 0.5B are sampled from a row
 
 
-@torch.no_grad()
 def divide_exact_keys(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> list[int]:
     """Divide the exact keys of the layers anew between them, in place; the sum stays, and so do the bytes of the state.
 
     Each layer computes its output with several numbers of keys, in the second half of the rows, from the inputs that it
-    has in the original model. The division has the smallest sum of the squared errors, each over the squared norm of
-    the original output, among those on the lower convex hulls of the errors. So scores should be fitted before
-    (`calibrate`).
+    has in the original model, during a backward pass through that. The division has the smallest sum of what these
+    changes cost, among those on the lower convex hulls of the costs. So scores should be fitted before (`calibrate`).
+    Activations of layers are recomputed, and no gradient of a weight is computed.
 
     Args:
         batches: as in `calibrate`, of which the first with some thousand tokens together are read.
@@ -45,7 +54,7 @@ def divide_exact_keys(model: PreTrainedModel, batches: Iterable[Mapping[str, Any
     before = [module.linear_attention.num_exact_keys for module in modules]
     mean = sum(before) / len(before)
     counts = sorted({max(1, round(share * mean)) for share in SHARES})
-    numbers = divided(_errors(model, modules, batches, counts), counts, sum(before))
+    numbers = divided(_costs(model, modules, batches, counts), counts, sum(before))
     mechanisms = [module.linear_attention for module in modules]
     layers = [mechanism.shape.layer for mechanism in mechanisms]
     result = [0] * max(1 + max(layers), num_attention_layers(model.config) or 0)
@@ -62,21 +71,21 @@ def divide_exact_keys(model: PreTrainedModel, batches: Iterable[Mapping[str, Any
     return result
 
 
-def divided(errors: Sequence[Sequence[float]], counts: Sequence[int], total: int) -> list[int]:
-    """Numbers with the sum `total`, at most the last of `counts` each, for which the sum of the errors is smallest.
+def divided(costs: Sequence[Sequence[float]], counts: Sequence[int], total: int) -> list[int]:
+    """Numbers with the sum `total`, at most the last of `counts` each, for which the sum of the costs is smallest.
 
-    Keys that lower no error are divided evenly, such as all where rows were too short for a key to be far.
+    Keys that lower no cost are divided evenly, such as all where rows were too short for a key to be far.
 
     Args:
-        errors: of each layer with each of `counts`, which rise; between these they are as on their lower convex hull.
+        costs: of each layer with each of `counts`, which rise; between these they are as on their lower convex hull.
         total: at least the first of `counts` for each layer, and at most the last.
     """
     steps = []
-    for layer, row in enumerate(errors):
+    for layer, row in enumerate(costs):
         hull = _lower_hull(list(zip(counts, row, strict=True)))
-        for (fewer, more_error), (more, less_error) in pairwise(hull):
-            steps.append(((less_error - more_error) / (more - fewer), layer, more - fewer))
-    result = [counts[0]] * len(errors)
+        for (fewer, higher), (more, lower) in pairwise(hull):
+            steps.append(((lower - higher) / (more - fewer), layer, more - fewer))
+    result = [counts[0]] * len(costs)
     left = total - sum(result)
     for slope, layer, number in sorted(steps):  # the slopes of a hull rise
         taken = min(number, left) if slope < 0 else 0
@@ -104,26 +113,95 @@ def _slope(first: tuple[int, float], second: tuple[int, float]) -> float:
     return (second[1] - first[1]) / (second[0] - first[0])
 
 
-def _errors(
+def _costs(
     model: PreTrainedModel, modules: Sequence[Any], batches: Iterable[Mapping[str, Any]], counts: Sequence[int]
 ) -> list[list[float]]:
-    sums = {module: torch.zeros(len(counts) + 1, dtype=torch.float64, device="cpu") for module in modules}
+    sums = {module: torch.zeros(len(counts), dtype=torch.float64, device="cpu") for module in modules}
+    calls: dict[Any, list[ObservedAttention]] = defaultdict(list)  # whose gradients come next
+    going_back = False
 
-    def add(seen: ObservedAttention) -> None:
+    def observe(seen: ObservedAttention) -> None:
         if seen.module not in sums:
             return
-        mechanism, mask = seen.module.linear_attention, seen.inputs.key_mask
-        original = _second_half(seen.softmax_output, mask)
+        if going_back or seen.module not in recomputed:
+            calls[seen.module].append(seen)
+        if not going_back:
+            seen.softmax_output.register_hook(partial(add, seen.module))
+
+    @torch.no_grad()
+    def add(module: Any, gradient: Tensor) -> None:
+        seen = calls[module].pop()
+        mechanism, mask = module.linear_attention, seen.inputs.key_mask
+        original, gradient = _second_half(seen.softmax_output, mask), _second_half(gradient, mask)
         number = mechanism.num_exact_keys
         for place, count in enumerate(counts):
             mechanism.num_exact_keys = count
-            output = _second_half(seen.module._attend(seen.inputs, None), mask)
-            sums[seen.module][place] += (output - original).square().sum().item()
+            change = _second_half(module._attend(seen.inputs, None), mask) - original
+            sums[module][place] += (gradient * change).sum((-2, -1)).square().sum().item() / 2
         mechanism.num_exact_keys = number
-        sums[seen.module][-1] += original.square().sum().item()
 
-    observe_batches(model, add, _first(batches))
-    return [(found[:-1] / found[-1].clamp(min=1e-30)).tolist() for found in sums.values()]
+    with _recomputed_layers(model, modules) as recomputed, observe_attention(model, observe), torch.enable_grad():
+        for batch in _first(batches):
+            loss, embeddings = _sampled_loss(model, batch)
+            going_back = True
+            torch.autograd.grad(loss, embeddings)
+            going_back = False
+    return [found.tolist() for found in sums.values()]
+
+
+@contextmanager
+def _recomputed_layers(model: PreTrainedModel, modules: Sequence[Any]) -> Iterator[set[Any]]:
+    """Inside, layers with one of `modules` keep their inputs alone for the backward pass; yields these modules."""
+    layers: list[Any] = []
+    found: set[Any] = set()
+    for layer in model.modules():
+        inside = set(layer.modules()) & set(modules)
+        if isinstance(layer, GradientCheckpointingLayer) and inside - found:
+            layers.append(layer)
+            found |= inside
+    before = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield found
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+
+
+def _sampled_loss(model: PreTrainedModel, batch: Mapping[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    """The negative logarithm of the probability of what is sampled from the model's outputs, and its embeddings.
+
+    A model without logits of tokens has Gaussian outputs, whose means are the last hidden states.
+    """
+    embeddings: list[Tensor] = []
+    handle = model.get_input_embeddings().register_forward_hook(
+        lambda _, __, output: embeddings.append(output.requires_grad_())
+    )
+    given = forward_arguments(model, batch)
+    generator = torch.Generator(model.device).manual_seed(0)
+    head = model.get_output_embeddings()
+    part = "decoder_" if "decoder_input_ids" in given else ""
+    ids, mask = given[f"{part}input_ids"], given.get(f"{part}attention_mask")
+    try:
+        if head is None:
+            outputs = model.base_model(**given)[0].float()
+            noise = torch.randn(outputs.shape, generator=generator, device=outputs.device)
+            return (outputs * noise).sum(), embeddings
+        number = max(1, LOGITS // head.weight.shape[0] // len(ids))
+        later = torch.arange(ids.shape[1] // 2, ids.shape[1], device=model.device)
+        places = later[torch.randperm(len(later), generator=generator, device=model.device)[:number]]
+        if kept := "logits_to_keep" in signature(model.forward).parameters:
+            given["logits_to_keep"] = places
+        logits = model(**given).logits
+    finally:
+        handle.remove()
+    likelihoods = (logits if kept else logits[:, places]).float().log_softmax(-1)
+    drawn = likelihoods.detach().exp().flatten(0, 1).multinomial(1, generator=generator)
+    losses = -likelihoods.flatten(0, 1).gather(1, drawn).view(len(logits), -1)
+    return (losses if mask is None else losses * mask[:, places]).sum(), embeddings
 
 
 def _first(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -44,10 +44,8 @@ def pytest_collection_modifyitems(items):
     """The files that take longest come first, so that no process of `make test` waits for another at the end."""
     longest = (
         "hf_linear_attention/test_mechanisms.py",
-        "training/test_option_effects.py",
         "architectures/test_architectures.py",
         "docs/test_commands.py",
-        "conversion/test_option_effects.py",
         "conversion/test_one_command.py",
         "hf_linear_attention/test_generation.py",
         "faults/test_places.py",

@@ -173,6 +173,7 @@ def value_of(name: str, second: Options) -> Any:
     raise AssertionError(f"give a second value of --{name}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FIELDS)
 def test_an_option_of_conversion_does_something(
     name: str, llama: Path, second: Options, beside: dict[str, Options], observe: Callable[[Options], dict[str, Any]]

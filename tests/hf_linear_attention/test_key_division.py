@@ -6,11 +6,17 @@ import itertools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
-from hf_linear_attention import calibrate, convert, divide_exact_keys
+from hf_linear_attention import calibrate, convert, divide_exact_keys, key_division
 from hf_linear_attention.key_division import divided
-from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules, softmax_attention
 from hf_linear_attention.state_size import state_bytes
 
 
@@ -87,6 +93,50 @@ def test_keys_move_and_the_bytes_stay(model, tmp_path):
     assert signatures[0] == signatures[1]
     expected = model.generate(rows[0]["input_ids"], max_new_tokens=4, do_sample=False)
     assert torch.equal(again.generate(rows[0]["input_ids"], max_new_tokens=4, do_sample=False), expected)
+
+
+def test_costs_are_those_of_the_fisher_information(model):
+    """Of the layers' outputs before their output projections, computed by hooks on a model that keeps all layers."""
+    rows = {"input_ids": torch.randint(64, (2, 96), generator=torch.Generator().manual_seed(1))}
+    calibrate(model, [rows])
+    modules, counts = list(linear_attention_modules(model).values()), [4, 40]
+    found: dict[tuple, torch.Tensor] = {}
+
+    def keep(place):
+        return lambda _, arguments: found.__setitem__(place, arguments[0])
+
+    for layer, module in enumerate(modules):
+        module.o_proj.register_forward_pre_hook(keep((layer, "original")))
+        module.register_forward_pre_hook(
+            lambda _, arguments, given, layer=layer: found.__setitem__((layer, "given"), given), with_kwargs=True
+        )
+    with softmax_attention(model):
+        loss, _ = key_division._sampled_loss(model, rows)
+    originals = [found[layer, "original"] for layer in range(3)]
+    gradients = torch.autograd.grad(loss, originals)
+    costs = key_division._costs(model, modules, [rows], counts)
+    with torch.no_grad():
+        for layer, module in enumerate(modules):
+            module.o_proj.register_forward_pre_hook(keep("changed"))
+            for place, count in enumerate(counts):
+                module.linear_attention.num_exact_keys = count
+                module(**found[layer, "given"])
+                change = (found["changed"] - originals[layer])[:, 48:]
+                expected = (gradients[layer][:, 48:] * change).sum(-1).square().sum() / 2
+                # float32 sums in another order
+                assert costs[layer][place] == pytest.approx(expected.item(), rel=1e-3)
+    assert not any("forward" in layer.__dict__ for layer in model.model.layers)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForSequenceClassification])
+def test_a_model_without_logits_of_tokens_is_divided_too(model, tmp_path, auto_class):
+    model.save_pretrained(tmp_path)
+    other = auto_class.from_pretrained(tmp_path)
+    numbers = divide_exact_keys(other, [{"input_ids": torch.arange(64)[None].repeat(2, 1)}])
+    assert sum(numbers) == 36
+    assert len(set(numbers)) > 1
 
 
 def test_padding_does_not_count(model):

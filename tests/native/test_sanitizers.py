@@ -19,8 +19,8 @@ import sanitized  # beside this file, which pytest imports by its path
 
 
 IS_REQUIRED = os.environ.get("HF_LINEAR_ATTENTION_REQUIRE_KERNELS") == "1"
-# Of each library; 5,000 take four minutes on a free core, and a busy one gets more.
-CALLS, MOST_SECONDS = 5_000 if IS_REQUIRED else 250, 500
+# Of each library; 1,500 take little more than a minute on a free core, and a busy one gets more.
+CALLS, MOST_SECONDS = 1_500 if IS_REQUIRED else 250, 500
 LIBRARIES = {"of this processor": ("-march=native",)} | ({"base": ()} if IS_REQUIRED else {})
 
 
@@ -71,4 +71,4 @@ def test_sanitizers_are_at_work(sanitized_library, tmp_path):
 def test_the_installed_library_computes_what_float64_does():
     if kernels_cpu.library() is None:
         pytest.skip(kernels_cpu.kernel_backend().reason)
-    assert fuzz("--seed", 1_000_000, "--calls", 500, "--seconds", MOST_SECONDS) == 500
+    assert fuzz("--seed", 1_000_000, "--calls", 200, "--seconds", MOST_SECONDS) == 200

@@ -242,6 +242,7 @@ CASES = [(name, True) for name in FIELDS if name != "allow_missing"]
 CASES += [(name, False) for name in ("max_length", "max_eval_tokens", "seed")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "is_trained"), CASES)
 def test_an_option_does_something(name, is_trained, cases, observe, capsys):
     base = base_of(name, cases)

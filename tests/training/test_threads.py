@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 
 # The command, with work of two threads and of one in the place of its training; it prints the CPU seconds of both.
 COMMAND = """
@@ -32,6 +34,7 @@ assert finetune.main(sys.argv[1:]) == 0
 """
 
 
+@pytest.mark.long
 def test_waiting_threads_do_not_spin_beside_a_busy_neighbour(tmp_path):
     """Measured: threads that sleep take 1.0 times the CPU seconds of one thread, and those that spin 18 to 22 times."""
     unset = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")

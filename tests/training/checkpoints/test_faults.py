@@ -231,6 +231,7 @@ def test_a_loss_that_is_no_number_names_the_examples(options, whole, tmp_path, m
     assert not changed(folder / "checkpoint-4", whole / "checkpoint-4")
 
 
+@pytest.mark.long
 def test_kill_9_at_any_moment(options, tmp_path, dataset_cache):
     """Loses at most the 2 steps since the last checkpoint, and nothing of the result."""
     whole, folder = tmp_path / "whole", tmp_path / "out"
@@ -292,6 +293,7 @@ def test_a_model_is_finished_only_with_its_last_file(options, whole, tmp_path, m
     assert (folder / HISTORY).read_bytes() == (whole / HISTORY).read_bytes()
 
 
+@pytest.mark.long
 def test_two_processes_end_and_resume_together(options, tmp_path, dataset_cache):
     """SIGTERM to one of two: both stop after the same step, and go on bit-exactly, each with its own dropout."""
     folders = [tmp_path / "whole", tmp_path / "parted"]
