@@ -14,6 +14,11 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 # Most of the bytecode that pip compiles is never used, and takes a minute and a half of a setup.
 INSTALL := -m pip install --quiet --no-compile
+# uv takes a minute for what takes pip three, but reads no settings of pip: with them, pip may find what uv does not.
+UV = $(BIN)/uv pip install --quiet --python $(VENV) --constraint constraints.txt
+PIP = $(BIN)/python $(INSTALL) --constraint constraints.txt
+# What an extra needs, without the kernels once more.
+EXTRA = $(UV) --requirement pyproject.toml --extra $(1) || $(PIP) --editable ".[$(1)]"
 # A file's tests stay together, so that fixtures are made once, and the longest files come first (tests/conftest.py).
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -27,7 +32,8 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.[c
 	    if timeout 10 $(BIN)/python -c "import urllib.request; urllib.request.urlopen('$(CPU_TORCH)/torch/', timeout=10)" 2>/dev/null; \
 	    then echo "setup: no GPU, so torch's build for CPUs"; $(BIN)/python $(INSTALL) --constraint constraints.txt --extra-index-url $(CPU_TORCH) torch; \
 	    else echo "setup: $(CPU_TORCH) cannot be reached, so pip takes the torch that it finds: 5.6 GB if that is PyPI's, with CUDA"; fi; fi
-	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	$(PIP) torch uv
+	$(UV) --editable ".[$(EXTRAS)]" || $(PIP) --editable ".[$(EXTRAS)]"
 	touch $@
 
 .PHONY: help
@@ -69,7 +75,6 @@ test-oldest: $(OLDEST)/.installed ## A part of the tests with the oldest version
 LATEST := $(VENV)-latest
 .PHONY: test-latest
 test-latest: $(VENV)/.installed ## The core with today's releases of transformers, accelerate, peft and sentence-transformers (5 minutes; one where none is newer)
-	$(BIN)/python $(INSTALL) --constraint constraints.txt uv
 	test -x $(LATEST)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(LATEST)
 	$(BIN)/uv pip install --quiet --python $(LATEST) --index-strategy unsafe-best-match \
 		$(if $(LINKS),--find-links "$(LINKS)",--extra-index-url $(CPU_TORCH)) torch==2.13.0+cpu
@@ -83,11 +88,10 @@ LIBRARIES := torch transformers accelerate peft sentence-transformers datasets t
 VERSIONS := import importlib.metadata as m; print(*(f'{x} {m.version(x)}' for x in '$(LIBRARIES)'.split()), sep='\n')
 CORE := $(addprefix tests/hf_linear_attention/test_, $(addsuffix .py, modeling generation cache long_inputs masks positions prompt_state convert))
 
-# vLLM asks for an older transformers. uv takes a minute for what takes pip twenty, and reads no settings of pip.
+# vLLM asks for an older transformers. uv takes a minute for what takes pip twenty.
 VLLM := $(VENV)-vllm
 LINKS = $(or $(PIP_FIND_LINKS),$(shell $(BIN)/python -m pip config get global.find-links 2>/dev/null))
 $(VLLM)/.installed: $(VENV)/.installed constraints-vllm.txt
-	$(BIN)/python $(INSTALL) --constraint constraints.txt uv
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VLLM)
 	$(BIN)/uv pip install --quiet --python $(VLLM) --index-strategy unsafe-best-match \
 		$(if $(LINKS),--find-links "$(LINKS)",--extra-index-url $(CPU_TORCH)) --requirement constraints-vllm.txt
@@ -128,7 +132,7 @@ test-sanitizers: $(VENV)/.installed ## Random calls of the C kernels under Addre
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m sanitizers tests/native
 
 $(VENV)/.clients: $(VENV)/.installed
-	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[clients]"
+	$(call EXTRA,clients)
 	touch $@
 
 .PHONY: test-clients
@@ -145,7 +149,7 @@ test-browser: $(VENV)/.installed ## report.html in a real browser (Debian: `apt-
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m browser tests/conversion
 
 $(VENV)/.bench: $(VENV)/.installed
-	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[bench]"
+	$(call EXTRA,bench)
 	touch $@
 
 .PHONY: bench-papers

@@ -140,30 +140,30 @@ def _costs(
             sums[module][place] += (gradient * change).sum((-2, -1)).square().sum().item() / 2
         mechanism.num_exact_keys = number
 
-    with _recomputed_layers(model, modules) as recomputed, observe_attention(model, observe), torch.enable_grad():
+    with _recomputed_layers(model) as recomputed, observe_attention(model, observe), torch.enable_grad():
         for batch in _first(batches):
-            loss, embeddings = _sampled_loss(model, batch)
+            with _embeddings(model, recomputed) as embeddings:
+                loss = _sampled_loss(model, batch)
             going_back = True
-            torch.autograd.grad(loss, embeddings)
+            torch.autograd.grad(loss, embeddings, allow_unused=True)
             going_back = False
     return [found.tolist() for found in sums.values()]
 
 
 @contextmanager
-def _recomputed_layers(model: PreTrainedModel, modules: Sequence[Any]) -> Iterator[set[Any]]:
-    """Inside, layers with one of `modules` keep their inputs alone for the backward pass; yields these modules."""
+def _recomputed_layers(model: PreTrainedModel) -> Iterator[set[Any]]:
+    """Inside, layers keep their inputs alone for the backward pass; yields the modules of these layers."""
     layers: list[Any] = []
-    found: set[Any] = set()
+    inside: set[Any] = set()
     for layer in model.modules():
-        inside = set(layer.modules()) & set(modules)
-        if isinstance(layer, GradientCheckpointingLayer) and inside - found:
+        if isinstance(layer, GradientCheckpointingLayer) and layer not in inside:
             layers.append(layer)
-            found |= inside
+            inside |= set(layer.modules())
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     try:
-        yield found
+        yield inside
     finally:
         for layer, forward in zip(layers, before, strict=True):
             del layer.forward
@@ -171,37 +171,47 @@ def _recomputed_layers(model: PreTrainedModel, modules: Sequence[Any]) -> Iterat
                 layer.forward = forward
 
 
-def _sampled_loss(model: PreTrainedModel, batch: Mapping[str, Any]) -> tuple[Tensor, list[Tensor]]:
-    """The negative logarithm of the probability of what is sampled from the model's outputs, and its embeddings.
+@contextmanager
+def _embeddings(model: PreTrainedModel, recomputed: set[Any]) -> Iterator[list[Tensor]]:
+    """Inside, embeddings require gradients, though no weight may; yields them as they are computed."""
+    found: list[Tensor] = []
+    handles = [
+        module.register_forward_hook(lambda _, __, output: found.append(output.requires_grad_()))
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding) and module not in recomputed
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _sampled_loss(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
+    """The negative logarithm of the probability of what is sampled from the model's outputs.
 
     A model without logits of tokens has Gaussian outputs, whose means are the last hidden states.
     """
-    embeddings: list[Tensor] = []
-    handle = model.get_input_embeddings().register_forward_hook(
-        lambda _, __, output: embeddings.append(output.requires_grad_())
-    )
     given = forward_arguments(model, batch)
     generator = torch.Generator(model.device).manual_seed(0)
     head = model.get_output_embeddings()
+    if head is None:
+        outputs = model.base_model(**given)[0].float()
+        return (
+            outputs * torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype, device=outputs.device)
+        ).sum()
     part = "decoder_" if "decoder_input_ids" in given else ""
     ids, mask = given[f"{part}input_ids"], given.get(f"{part}attention_mask")
-    try:
-        if head is None:
-            outputs = model.base_model(**given)[0].float()
-            noise = torch.randn(outputs.shape, generator=generator, device=outputs.device)
-            return (outputs * noise).sum(), embeddings
-        number = max(1, LOGITS // head.weight.shape[0] // len(ids))
-        later = torch.arange(ids.shape[1] // 2, ids.shape[1], device=model.device)
-        places = later[torch.randperm(len(later), generator=generator, device=model.device)[:number]]
-        if kept := "logits_to_keep" in signature(model.forward).parameters:
-            given["logits_to_keep"] = places
-        logits = model(**given).logits
-    finally:
-        handle.remove()
+    number = max(1, LOGITS // head.weight.shape[0] // len(ids))
+    later = torch.arange(ids.shape[1] // 2, ids.shape[1], dtype=torch.long, device=model.device)
+    places = later[torch.randperm(len(later), generator=generator, dtype=torch.long, device=model.device)[:number]]
+    if kept := "logits_to_keep" in signature(model.forward).parameters:
+        given["logits_to_keep"] = places
+    logits = model(**given).logits
     likelihoods = (logits if kept else logits[:, places]).float().log_softmax(-1)
     drawn = likelihoods.detach().exp().flatten(0, 1).multinomial(1, generator=generator)
     losses = -likelihoods.flatten(0, 1).gather(1, drawn).view(len(logits), -1)
-    return (losses if mask is None else losses * mask[:, places]).sum(), embeddings
+    return (losses if mask is None else losses * mask[:, places]).sum()
 
 
 def _first(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -99,6 +99,7 @@ def test_costs_are_those_of_the_fisher_information(model):
     """Of the layers' outputs before their output projections, computed by hooks on a model that keeps all layers."""
     rows = {"input_ids": torch.randint(64, (2, 96), generator=torch.Generator().manual_seed(1))}
     calibrate(model, [rows])
+    model.requires_grad_(False).get_input_embeddings().requires_grad_(True)
     modules, counts = list(linear_attention_modules(model).values()), [4, 40]
     found: dict[tuple, torch.Tensor] = {}
 
@@ -111,9 +112,10 @@ def test_costs_are_those_of_the_fisher_information(model):
             lambda _, arguments, given, layer=layer: found.__setitem__((layer, "given"), given), with_kwargs=True
         )
     with softmax_attention(model):
-        loss, _ = key_division._sampled_loss(model, rows)
+        loss = key_division._sampled_loss(model, rows)
     originals = [found[layer, "original"] for layer in range(3)]
     gradients = torch.autograd.grad(loss, originals)
+    model.requires_grad_(False)
     costs = key_division._costs(model, modules, [rows], counts)
     with torch.no_grad():
         for layer, module in enumerate(modules):
