@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from .modeling_linear_attention import linear_attention_modules
 # The numbers of keys that are tried, over the mean number; a layer gets at most the last.
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 TOKENS = 4096  # on which costs are measured, in whole rows
+# At least as many tokens of a row for an exact key: a state that holds most of a row says little of longer ones.
+SCARCITY = 8
 LOGITS = 2**26  # that are alive together: 441 tokens of the 0.5B are sampled from a row
 
 
@@ -52,9 +54,11 @@ def divide_exact_keys(model: PreTrainedModel, batches: Iterable[Mapping[str, Any
     if len({module.linear_attention.shape.layer for module in modules}) < 2:
         return []
     before = [module.linear_attention.num_exact_keys for module in modules]
-    mean = sum(before) / len(before)
-    counts = sorted({max(1, round(share * mean)) for share in SHARES})
-    numbers = divided(_costs(model, modules, batches, counts), counts, sum(before))
+    rows = _first(batches)
+    total = min(sum(before), len(before) * max((row["input_ids"].shape[1] for row in rows), default=0) // SCARCITY)
+    total = max(total, len(before))
+    counts = sorted({max(1, round(share * total / len(before))) for share in SHARES})
+    numbers = scaled(divided(_costs(model, modules, rows, counts), counts, total), sum(before))
     mechanisms = [module.linear_attention for module in modules]
     layers = [mechanism.shape.layer for mechanism in mechanisms]
     result = [0] * max(1 + max(layers), num_attention_layers(model.config) or 0)
@@ -100,6 +104,12 @@ def divided(costs: Sequence[Sequence[float]], counts: Sequence[int], total: int)
     return result
 
 
+def scaled(numbers: Sequence[int], total: int) -> list[int]:
+    """Whole numbers with the sum `total`, in the proportions of `numbers`."""
+    ends = [0, *accumulate(numbers)]
+    return [total * end // ends[-1] - total * begin // ends[-1] for begin, end in pairwise(ends)]
+
+
 def _lower_hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     hull: list[tuple[int, float]] = []
     for x, y in points:
@@ -141,7 +151,7 @@ def _costs(
         mechanism.num_exact_keys = number
 
     with _recomputed_layers(model) as recomputed, observe_attention(model, observe), torch.enable_grad():
-        for batch in _first(batches):
+        for batch in batches:
             with _embeddings(model, recomputed) as embeddings:
                 loss = _sampled_loss(model, batch)
             going_back = True
@@ -214,13 +224,13 @@ def _sampled_loss(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
     return (losses if mask is None else losses * mask[:, places]).sum()
 
 
-def _first(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    seen = 0
+def _first(batches: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    found: list[Mapping[str, Any]] = []
     for batch in batches:
-        if seen >= TOKENS:
-            return
-        seen += batch["input_ids"].numel()
-        yield batch
+        if sum(row["input_ids"].numel() for row in found) >= TOKENS:
+            break
+        found.append(batch)
+    return found
 
 
 def _second_half(output: Tensor, mask: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from hf_linear_attention import calibrate, convert, divide_exact_keys, key_division
-from hf_linear_attention.key_division import divided
+from hf_linear_attention.key_division import divided, scaled
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules, softmax_attention
 from hf_linear_attention.state_size import state_bytes
 
@@ -55,6 +55,26 @@ def test_keys_that_lower_no_error_are_divided_evenly():
         first + 1,
         first + 1,
     ]
+
+
+@pytest.mark.parametrize("numbers", [[1, 1, 1], [20, 3, 500, 77], [7]])
+@pytest.mark.parametrize("total", [3 * 353, 1_000, 40])
+def test_numbers_are_scaled_to_another_sum(numbers, total):
+    found = scaled(numbers, total)
+    assert sum(found) == total
+    for one, number in zip(found, numbers, strict=True):
+        assert abs(one - total * number / sum(numbers)) < 1
+
+
+def test_costs_are_measured_where_keys_are_scarce(model, monkeypatch):
+    """A row of 96 tokens says little of a state with 36 of them; with 12 a layer, 4 and its shares are tried."""
+    tried = []
+    monkeypatch.setattr(key_division, "_costs", lambda _, modules, __, counts: [tried.append(counts) or [3, 1] * 2] * 3)
+    monkeypatch.setattr(key_division, "SHARES", (1 / 4, 1 / 2, 1, 2))
+    divide_exact_keys(model, [{"input_ids": torch.ones(2, 32, dtype=torch.long)}])
+    assert tried == [[1, 2, 4, 8]]
+    divide_exact_keys(model, [{"input_ids": torch.ones(2, 96, dtype=torch.long)}])
+    assert tried[1:] == [[3, 6, 12, 24]]
 
 
 def test_a_layer_whose_errors_rise_for_a_while_is_measured_by_its_hull():
