@@ -38,6 +38,7 @@ from hf_linear_attention import convert
 from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.conversion.figures import figures_of
 from hf_linear_attention.conversion.model_speed import first_faster
+from hf_linear_attention.training.data.processors import bos_of
 
 
 OWN_MODEL = ROOT / "examples" / "demo_model"
@@ -68,7 +69,7 @@ def run(command: str, **options: object) -> float:
 def looked_up(model: Any, tokenizer: Any, text: str, length: int) -> list[list[bool]]:
     """Whether the model knows the pages asked for in rows of `length` tokens, by how far back they stood (PARTS)."""
     ids, pages = look_ups(text, tokenizer)
-    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    begin = [] if (bos := bos_of(tokenizer)) is None else [bos]
     size, found = length - len(begin), [[] for _ in PARTS]
     for start in range(0, min(len(ids), MOST_TOKENS) - size + 1, size):
         tokens = torch.tensor([[*begin, *ids[start : start + size]]])

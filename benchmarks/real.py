@@ -40,6 +40,7 @@ from hf_linear_attention import convert
 from hf_linear_attention.conversion.calibration_data import data_recipe
 from hf_linear_attention.conversion.quality import SameBytes, load_models, windows_of_same_bytes
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.training.data.processors import bos_of
 from hf_linear_attention.training.evaluation import retention
 from hf_linear_attention.training.losses.output_layer import ByRow
 from hf_linear_attention.training.models import checkpoint_dtype
@@ -108,7 +109,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     wanted = options.rows * options.length
     if len(ids) < wanted:
         raise SystemExit(f"{options.text} has {len(ids):,} tokens, and {wanted:,} are wanted; give a longer text")
-    windows = retention.separate_windows(np.array(ids[:wanted]), options.length, tokenizer.bos_token_id)
+    windows = retention.separate_windows(np.array(ids[:wanted]), options.length, bos_of(tokenizer))
     batches = retention.batches_of(windows, options.length, 0)
     rows, found = dict[str, Tensor](), dict[str, dict[str, float]]()
     tasks = {name: [*map(with_answers, TASKS[name](tokenizer, options.length))] for name in options.tasks}

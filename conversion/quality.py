@@ -52,6 +52,7 @@ from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, 
 from hf_linear_attention.training.data.packing import Examples
 from hf_linear_attention.training.data.processors import (
     DEFAULT_MAX_LENGTH,
+    bos_of,
     load_config,
     load_tokenizer,
     pad_token_id,
@@ -177,7 +178,7 @@ def read_text(recipe: Recipe, max_eval_length: int) -> HeldOutText:
     length = sequence_length(recipe, tokenizer, load_config(recipe))
     dtype = checkpoint_dtype(recipe.model.task, recipe.model.model_name_or_path, recipe.model.trust_remote_code)
     padding = pad_token_id(tokenizer)
-    return HeldOutText(examples, length, tokenizer.bos_token_id, padding, max_eval_length, getattr(torch, dtype))
+    return HeldOutText(examples, length, bos_of(tokenizer), padding, max_eval_length, getattr(torch, dtype))
 
 
 def load_models(recipe: Recipe, folder: Path) -> tuple[Any, Any]:

@@ -31,8 +31,9 @@ from .modeling_linear_attention import linear_attention_modules
 # The numbers of keys that are tried, over the mean number; a layer gets at most the last.
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 TOKENS = 4096  # on which costs are measured, in whole rows
-# At least as many tokens of a row for an exact key: a state that holds most of a row says little of longer ones.
-SCARCITY = 8
+# Tokens of a row for an exact key, at least, as many as the default state has at the trained length: a state that holds
+# much of a row says little of longer ones.
+SCARCITY = 16
 LOGITS = 2**26  # that are alive together: 441 tokens of the 0.5B are sampled from a row
 
 

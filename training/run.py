@@ -30,7 +30,7 @@ from hf_linear_attention.training.checkpoints import (
 )
 from hf_linear_attention.training.data.batches import TrainInputs, sequences_per_step, stream_of, with_enough_steps
 from hf_linear_attention.training.data.packing import Examples
-from hf_linear_attention.training.data.processors import load_processor, pad_token_id, sequence_length
+from hf_linear_attention.training.data.processors import bos_of, load_processor, pad_token_id, sequence_length
 from hf_linear_attention.training.data.splits import load_data
 from hf_linear_attention.training.distributed import load_whole, start_processes
 from hf_linear_attention.training.evaluation.recall import RecallProbe
@@ -192,7 +192,7 @@ def recall_probe(recipe: Recipe, processor: Any, config: Any, examples: Examples
     """What measures recall on the first of these examples, if the model is a causal language model."""
     if recipe.model.task != "causal_lm" or examples is None:
         return None
-    length, bos = sequence_length(recipe, processor, config), getattr(processor, "bos_token_id", None)
+    length, bos = sequence_length(recipe, processor, config), bos_of(processor)
     # A tenth of the training, or probing a large model would take longer than training it.
     wanted = recipe.optimization.max_train_tokens
     return RecallProbe(examples, length, max_length_of(config), bos, wanted and wanted // 10)

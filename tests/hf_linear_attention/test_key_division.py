@@ -67,13 +67,13 @@ def test_numbers_are_scaled_to_another_sum(numbers, total):
 
 
 def test_costs_are_measured_where_keys_are_scarce(model, monkeypatch):
-    """A row of 96 tokens says little of a state with 36 of them; with 12 a layer, 4 and its shares are tried."""
+    """A row of 64 tokens says little of a state with 12 of them; so 4 and its shares are tried."""
     tried = []
     monkeypatch.setattr(key_division, "_costs", lambda _, modules, __, counts: [tried.append(counts) or [3, 1] * 2] * 3)
     monkeypatch.setattr(key_division, "SHARES", (1 / 4, 1 / 2, 1, 2))
-    divide_exact_keys(model, [{"input_ids": torch.ones(2, 32, dtype=torch.long)}])
+    divide_exact_keys(model, [{"input_ids": torch.ones(2, 64, dtype=torch.long)}])
     assert tried == [[1, 2, 4, 8]]
-    divide_exact_keys(model, [{"input_ids": torch.ones(2, 96, dtype=torch.long)}])
+    divide_exact_keys(model, [{"input_ids": torch.ones(2, 192, dtype=torch.long)}])
     assert tried[1:] == [[3, 6, 12, 24]]
 
 

@@ -155,6 +155,7 @@ def test_a_new_classifier_learns_and_keeps_its_class_names(finetune, bert, files
 def test_a_run_that_would_learn_its_data_by_heart_is_warned_of(finetune, causal, tmp_path, caplog):
     (tmp_path / "short.txt").write_text("A text of a few words.")
     words = [*causal, "--train_file", tmp_path / "short.txt", "--max_eval_tokens", 20]
+    words += ["--per_device_train_batch_size", 1]
     with caplog.at_level(logging.WARNING):
         finetune(*words, "--max_train_tokens", 100, output_dir=tmp_path / "few")
         assert "by heart" not in caplog.text

@@ -44,6 +44,7 @@ from hf_linear_attention.training.data.packing import (
     Tokens,
     finished,
 )
+from hf_linear_attention.training.data.processors import bos_of
 from hf_linear_attention.training.data.rows import (
     bad_texts,
     class_labels,
@@ -190,7 +191,7 @@ def build_examples(part: Part) -> Examples:
 
 def _causal_examples(part: Part, texts: list[str], running_text: bool) -> Examples:
     tokenizer, max_length, training = part.processor, part.max_length, part.split == "train"
-    bos = tokenizer.bos_token_id  # before a document, or otherwise an EOS token after it
+    bos = bos_of(tokenizer)  # before a document, or otherwise an EOS token after it
     end = None if bos is not None else tokenizer.eos_token_id
     found = tokenize_texts(texts, tokenizer, add_special_tokens=False)["input_ids"]
     if running_text and not training:

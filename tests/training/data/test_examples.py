@@ -12,6 +12,7 @@ import pytest
 from matrix import stock_config
 from recipes import recipe_of
 from runs import write_lines
+from tokenizers import processors
 from transformers import BertConfig
 
 from hf_linear_attention import convert_config
@@ -43,21 +44,34 @@ def tokens_of(examples: Examples) -> list[list[int]]:
     return [examples[index]["input_ids"].tolist() for index in range(len(examples))]
 
 
-def test_running_text_is_one_stream_after_one_bos(build, files, tokenizer):
+@pytest.fixture(params=["<s>", ""])
+def beginning(request, tokenizer):
+    """The tokens that the tokenizer puts before a text by itself: its BOS, or none though it has one."""
+    before = tokenizer.backend_tokenizer.post_processor
+    if request.param:
+        template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+        tokenizer.backend_tokenizer.post_processor = template
+    assert tokenizer("a").input_ids == tokenizer(f"{request.param}a", add_special_tokens=False).input_ids
+    yield [tokenizer.bos_token_id] * bool(request.param)
+    tokenizer.backend_tokenizer.post_processor = before
+
+
+def test_running_text_is_one_stream_after_at_most_one_bos(build, files, tokenizer, beginning):
     blocks = tokens_of(build("causal_lm", "train", train_file=str(files / "train.txt")))
     text = (files / "train.txt").read_text(encoding="utf-8")
-    expected = [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]
+    expected = [*beginning, *tokenizer(text, add_special_tokens=False).input_ids]
     joined = [token for block in blocks for token in block]
     assert joined == expected[: len(joined)]
     assert len(expected) - len(joined) <= 1
     assert {len(block) for block in blocks[:-1]} == {16}
 
 
-def test_every_json_document_starts_with_bos(build, files, tokenizer):
+def test_every_json_document_starts_with_a_bos_or_ends_with_an_eos(build, files, tokenizer, beginning):
     """In training they are packed, and evaluated one by one."""
+    end = [] if beginning else [tokenizer.eos_token_id]
     for split, name in (("train", "train"), ("validation", "valid")):
-        lines = (files / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        expected = [[tokenizer.bos_token_id, *tokenizer(json.loads(line)["text"]).input_ids] for line in lines]
+        texts = [json.loads(line)["text"] for line in (files / f"{name}.jsonl").read_text("utf-8").splitlines()]
+        expected = [[*beginning, *tokenizer(text, add_special_tokens=False).input_ids, *end] for text in texts]
         found = tokens_of(build("causal_lm", split, **{f"{split}_file": str(files / f"{name}.jsonl")}))
         if split == "train":
             stream, blocks = (list(chain(*texts)) for texts in (expected, found))
