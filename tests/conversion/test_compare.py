@@ -45,7 +45,7 @@ def test_one_row_per_mechanism_before_and_after_a_training(llama, tmp_path):
     assert "has no causal form" in nystrom["refused"]
     assert content["measure"] == "kl"
     assert all(row["minutes"] > 0 and row["reading"] for row in (hybrid, performer))
-    assert hybrid["untrained"] == pytest.approx(0, abs=1e-6)  # its window is longer than the texts
+    assert 0 <= hybrid["untrained"] < performer["untrained"]  # it holds most of such short texts exactly
     assert 0 < performer["trained"] != performer["untrained"] > 0
     assert (hybrid["preset"], performer["preset"]) == ("default", "performer")
     assert hybrid["settings"]["decay"] == "learned"  # of the preset
