@@ -78,7 +78,7 @@ def bos_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The BOS token, if the tokenizer puts it before a text by itself, as it will for the prompts of a user.
 
     A tokenizer may have one that its model never begins with: Qwen2.5-Coder-0.5B, whose tokenizer made from a GGUF file
-    has `<|endoftext|>`, loses .37 nats in each of the 8,191 tokens after it.
+    has `<|endoftext|>`, loses .32 nats a token by it (positions 4,096 to 8,191).
     """
     bos = tokenizer.bos_token_id
     return bos if bos is not None and bos in tokenizer("a")["input_ids"][:1] else None
