@@ -81,7 +81,7 @@ def bos_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
     has `<|endoftext|>`, loses .32 nats a token by it (positions 4,096 to 8,191).
     """
     bos = tokenizer.bos_token_id
-    return bos if bos is not None and bos in tokenizer("a")["input_ids"][:1] else None
+    return bos if bos in tokenizer("a")["input_ids"][:1] else None
 
 
 def pad_token_id(processor: Processor) -> int:
