@@ -30,7 +30,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*.[c
 	$(PYTHON) -m venv $(VENV)
 	@if [ "$$(uname)" = Linux ] && ! nvidia-smi -L >/dev/null 2>&1 && ! $(BIN)/python -c "import torch" 2>/dev/null; then \
 	    if timeout 10 $(BIN)/python -c "import urllib.request; urllib.request.urlopen('$(CPU_TORCH)/torch/', timeout=10)" 2>/dev/null; \
-	    then echo "setup: no GPU, so torch's build for CPUs"; $(BIN)/python $(INSTALL) --constraint constraints.txt --extra-index-url $(CPU_TORCH) torch; \
+	    then echo "setup: no GPU, so torch's build for CPUs"; $(PIP) --extra-index-url $(CPU_TORCH) torch; \
 	    else echo "setup: $(CPU_TORCH) cannot be reached, so pip takes the torch that it finds: 5.6 GB if that is PyPI's, with CUDA"; fi; fi
 	$(PIP) torch uv
 	$(UV) --editable ".[$(EXTRAS)]" || $(PIP) --editable ".[$(EXTRAS)]"

@@ -145,11 +145,13 @@ def _costs(
         mechanism, mask = module.linear_attention, seen.inputs.key_mask
         original, gradient = _second_half(seen.softmax_output, mask), _second_half(gradient, mask)
         number = mechanism.num_exact_keys
-        for place, count in enumerate(counts):
-            mechanism.num_exact_keys = count
-            change = _second_half(module._attend(seen.inputs, None), mask) - original
-            sums[module][place] += (gradient * change).sum((-2, -1)).square().sum().item() / 2
-        mechanism.num_exact_keys = number
+        try:
+            for place, count in enumerate(counts):
+                mechanism.num_exact_keys = count
+                change = _second_half(module._attend(seen.inputs, None), mask) - original
+                sums[module][place] += (gradient * change).sum((-2, -1)).square().sum().item() / 2
+        finally:  # without memory for a row, shorter ones are tried
+            mechanism.num_exact_keys = number
 
     with _recomputed_layers(model) as recomputed, observe_attention(model, observe), torch.enable_grad():
         for batch in batches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,6 +151,31 @@ def test_costs_are_those_of_the_fisher_information(model):
     assert not any("forward" in layer.__dict__ for layer in model.model.layers)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.is_grad_enabled()
+
+
+def test_an_error_leaves_the_model_as_it_was(model, monkeypatch):
+    """Such as one row too many for the memory, after which `convert` tries shorter ones."""
+    module = list(linear_attention_modules(model).values())[1]
+    monkeypatch.setattr(module, "_attend", Mock(side_effect=torch.OutOfMemoryError("no memory")))
+    with pytest.raises(torch.OutOfMemoryError):
+        divide_exact_keys(model, [{"input_ids": torch.ones(2, 96, dtype=torch.long)}])
+    assert [m.linear_attention.num_exact_keys for m in linear_attention_modules(model).values()] == [12] * 3
+    assert not any("forward" in layer.__dict__ for layer in model.model.layers)
+
+
+def test_logits_of_some_tokens_are_enough(model, monkeypatch):
+    """Costs are the same where a model computes the others, too."""
+    rows, modules = {"input_ids": torch.arange(64)[None].repeat(2, 1)}, [*linear_attention_modules(model).values()]
+    monkeypatch.setattr(key_division, "LOGITS", 64 * 2 * 9)
+    asked = []
+    model.register_forward_pre_hook(lambda _, __, given: asked.append(given.get("logits_to_keep")), with_kwargs=True)
+    some = key_division._costs(model, modules, [rows], [2, 8])
+    monkeypatch.setattr(key_division, "signature", lambda _: Mock(parameters={}))
+    every = key_division._costs(model, modules, [rows], [2, 8])
+    assert len(asked[0]) == 9
+    assert min(asked[0]) >= 32
+    assert asked[1] is None
+    torch.testing.assert_close(torch.tensor(every), torch.tensor(some), rtol=1e-4, atol=0)  # sums in another order
 
 
 @pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForSequenceClassification])
