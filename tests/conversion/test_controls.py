@@ -12,9 +12,11 @@ import pytest
 import torch
 from checkpoints import evaluate, run, save_twin
 from matrix import stock_model
+from transformers import AutoConfig, AutoTokenizer
 
 from hf_linear_attention import convert
 from hf_linear_attention._common import logs
+from hf_linear_attention.conversion.calibration_data import data_recipe
 from hf_linear_attention.conversion.figures import figures_of
 from hf_linear_attention.conversion.quality import (
     Controls,
@@ -24,8 +26,10 @@ from hf_linear_attention.conversion.quality import (
     language_figures,
     model_state_bytes,
     possible_controls,
+    read_text,
     windows_of_same_bytes,
 )
+from hf_linear_attention.training import run as training_run
 from hf_linear_attention.training.data.packing import StreamWindows
 from hf_linear_attention.training.evaluation.recall import RecallProbe
 from hf_linear_attention.training.evaluation.retention import nats_of
@@ -188,3 +192,23 @@ def test_controls_of_other_models_are_refused(bert, tmp_path) -> None:
     code, _, err = evaluate(*where, "--validation_file", tmp_path / "valid.txt", "--controls", "none")
     assert code == 2
     assert "`--controls` is only for causal_lm, but the task of this model is" in err
+
+
+@pytest.mark.parametrize("has_bos", [True, False])
+def test_windows_of_figures_begin_as_the_tokenizer_begins_texts(llama, tmp_path, has_bos, monkeypatch):
+    """A BOS token that it has, but puts nowhere, is no beginning."""
+    folder, text = tmp_path / "llama", tmp_path / "text.txt"
+    shutil.copytree(llama, folder)
+    if not has_bos:
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        (folder / "tokenizer.json").write_text(json.dumps({**content, "post_processor": None}), encoding="utf-8")
+    text.write_text("Some words of a text. " * 40, encoding="utf-8")
+    recipe = data_recipe(str(folder), "causal_lm", validation_file=str(text), max_eval_tokens=200)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.bos_token_id == 1
+    found = read_text(recipe, 64)
+    assert found.bos_token_id == (1 if has_bos else None)
+    asked = []
+    monkeypatch.setattr(training_run, "RecallProbe", lambda *given: asked.append(given))
+    training_run.recall_probe(recipe, tokenizer, AutoConfig.from_pretrained(folder), found.examples)
+    assert asked[0][3] == found.bos_token_id
