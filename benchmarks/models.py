@@ -88,7 +88,7 @@ def without_attention(model: Any) -> Any:
 
 def forward_pass(model: Any, length: int) -> Callable[[], Any]:
     """One call without a cache."""
-    tokens = torch.randint(0, 256, (1, length))
+    tokens = torch.randint(model.config.vocab_size, (1, length))
     arguments = {} if isinstance(model, BertModel) else {"logits_to_keep": 1, "use_cache": False}
     return torch.inference_mode()(lambda: model(tokens, **arguments))
 
@@ -111,7 +111,8 @@ def random_cache(model: Any, length: int) -> DynamicCache:
     """Keys and values of `length` tokens in every layer."""
     config = model.config
     cache, heads = DynamicCache(config=config), config.num_attention_heads
-    shape = (1, heads, length, config.hidden_size // heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    shape = (1, getattr(config, "num_key_value_heads", heads), length, head_dim)
     for layer in range(config.num_hidden_layers):
         cache.update(torch.randn(shape, dtype=model.dtype), torch.randn(shape, dtype=model.dtype), layer)
     return cache

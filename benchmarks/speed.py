@@ -36,6 +36,7 @@ from benchmarks.models import (
     variants,
     without_attention,
 )
+from hf_linear_attention.attention.transformers_internals import cache_argument
 from hf_linear_attention.default_settings import DEFAULTS
 
 
@@ -179,7 +180,7 @@ def compiled(name: str, context: int) -> Methods:
         for form, forward in (("eager", model), ("compiled", torch.compile(model, fullgraph=True))):
             cache = StaticCache(config=model.config, max_cache_len=context)
             with torch.inference_mode():
-                model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)  # which makes its tensors
+                model(torch.zeros(1, 1, dtype=torch.long), **cache_argument(model, cache))  # which makes its tensors
             made[f"{key}, {form}"] = step = decoder(forward, cache)
             step()  # which compiles it
     return made

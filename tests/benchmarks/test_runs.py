@@ -149,6 +149,19 @@ def test_real(tmp_path, capsys):
         assert torch.equal(whole.keys[:, :, -10:], kept.keys)
 
 
+@pytest.mark.benchmarks
+def test_real_speed(tmp_path):
+    """Each student stands beside the original in both tables, with grouped heads in a checkpoint's own dtype."""
+    save_twin(tmp_path / "source", "llama", "AutoModelForCausalLM", max_position_embeddings=256)
+    convert_folder(tmp_path / "source", tmp_path / "student", "--state_tokens", 96, "--no_verify")
+    words = ["--model", tmp_path / "source", "--students", tmp_path / "student", "--contexts", 64, 128]
+    result = run("real_speed", tmp_path / "out", *words, "--dtype", "bfloat16")
+    for number, lengths in enumerate(([64], [64, 128])):
+        found = rows(result, number)
+        assert list(found) == ["original, CPU ms", "student"]
+        assert all(len(row) == len(lengths) for row in found.values())
+
+
 def bytes_of(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
     """A tokenizer whose tokens are bytes."""
     return {"input_ids": [*text.encode()]}
