@@ -1,6 +1,6 @@
 """The minutes and gigabytes of a run before it begins, for `--dry_run`: sizes of the model, and one timed product.
 
-They are those of one process on this machine while nothing else runs, in float32, and rough.
+They are those of one process on this machine while nothing else runs, and rough.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_linear_attention._common.devices import computing_device, multiplies_bfloat16
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
 from hf_linear_attention.training.data.processors import default_length, mean_exact_tokens
@@ -47,11 +48,16 @@ class Estimate:
         }
         self.output, self.vocabulary = (linear.pop(output, 0), len(output.weight)) if output in linear else (0, 0)
         self.layers = sum(linear.values())
-        self.speed = seconds_per_operation(self.shape.hidden_size)
+        device = computing_device()
+        is_half = plan.config.dtype == torch.bfloat16 and multiplies_bfloat16(device)
+        self.frozen = torch.bfloat16 if is_half else torch.float32
+        self.speeds = {
+            x: seconds_per_operation(self.shape.hidden_size, x, device) for x in {torch.float32, self.frozen}
+        }
 
     def scores(self, tokens: int) -> str:
         """The time in which scores of exact keys are fitted."""
-        return self._time(self.layers * tokens)
+        return self._time(self.layers * tokens, self.frozen)
 
     def stage(self, options: Mapping[str, Any], tokens: float) -> str:
         """The time and the peak memory of a stage with these options of `finetune.py`."""
@@ -61,28 +67,30 @@ class Estimate:
         if options.get(TRANSFER):
             exact = EXACT * self.shape.num_heads * self.exact * numbers / self.shape.hidden_size
             products, size = self.layers, 4 * self.base + TRANSFERRED * numbers + exact + logits
+            dtype = torch.float32
         else:
             has_adapters, again = bool(options.get("use_peft")), bool(options.get("gradient_checkpointing"))
             # the teacher's and the student's forward pass, and gradients of activations, and of weights
             products = (self.layers + self.output) * (3 if has_adapters else 4) + self.layers * again
-            size = (4 if has_adapters else 20) * self.base + logits
+            dtype = self.frozen if has_adapters else torch.float32
+            size = (dtype.itemsize if has_adapters else 20) * self.base + logits
             size += (CHECKPOINT * self.depth + KEPT if again else KEPT * self.depth) * numbers
-            # The teacher is loaded before it gets the student's frozen weights in place of its own.
-            size = max(size, 8 * self.base)
-        return f"{self._time(products * tokens)} and {(size + IMPORTS) / 1e9:.1f} GB"
+            # The teacher is loaded before it gets the student's frozen weights in place of its own; what is saved is
+            # a copy in float32.
+            size = max(size, 2 * dtype.itemsize * self.base, (dtype.itemsize + 4) * self.base)
+        return f"{self._time(products * tokens, dtype)} and {(size + IMPORTS) / 1e9:.1f} GB"
 
-    def _time(self, products: float) -> str:
-        seconds = 2 * products * BESIDES * self.speed
+    def _time(self, products: float, dtype: torch.dtype) -> str:
+        seconds = 2 * products * BESIDES * self.speeds[dtype]
         for unit, length, least in (("hours", 3600, 10_800), ("minutes", 60, 90)):
             if seconds >= least:
                 return f"about {seconds / length:.0f} {unit}"
         return f"about {max(1, seconds):.0f} seconds"
 
 
-def seconds_per_operation(width: int) -> float:
-    """Of one multiplication or addition in a float32 product of matrices of this width, on the device that trains."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x, weight = (torch.ones(n, width, dtype=torch.float32, device=device) for n in (ROWS, width))
+def seconds_per_operation(width: int, dtype: torch.dtype, device: str) -> float:
+    """Of one multiplication or addition in a product of matrices of this width."""
+    x, weight = (torch.ones(n, width, dtype=dtype, device=device) for n in (ROWS, width))
     taken = []
     for _ in range(7):
         begin = time.perf_counter()

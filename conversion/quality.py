@@ -185,7 +185,7 @@ def load_models(recipe: Recipe, folder: Path) -> tuple[Any, Any]:
     """Student and teacher, ready to be measured."""
     device = computing_device()
     student: Any = load_student(recipe, str(folder), None)
-    teacher: Any = load_teacher(recipe, student, False)
+    teacher: Any = load_teacher(recipe, student)
     return student.to(device).eval(), teacher.to(device).eval()
 
 

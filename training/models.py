@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from hf_linear_attention._common.devices import multiplies_bfloat16
 from hf_linear_attention._common.errors import DataError, SetupError
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite, listed
 from hf_linear_attention._common.logs import quiet_transformers
@@ -88,7 +89,8 @@ def checkpoint_gradients(student: PreTrainedModel) -> None:
     """
     if not student.supports_gradient_checkpointing:
         raise SetupError(f"{type(student).__name__} does not support `--gradient_checkpointing`; drop the option")
-    student.gradient_checkpointing_enable({"use_reentrant": False})
+    names = "activation_checkpointing_enable", "gradient_checkpointing_enable"  # the first from transformers 5.24 on
+    getattr(student, next(name for name in names if hasattr(student, name)))({"use_reentrant": False})
     # For the reentrant form, transformers makes the outputs of the embeddings require gradients. Here, that would only
     # recompute frozen layers, and change what observed layers compute.
     student.disable_input_require_grads()
@@ -98,7 +100,9 @@ ADAPTER = ".lora_"  # part of the name of every parameter of an adapter
 
 
 def add_adapters(model: PreTrainedModel, arguments: ModelArguments) -> None:
-    """Add adapters to `model`, in place. The base weights are frozen; parameters of the mechanisms stay trainable.
+    """Add adapters to `model`, in place, in float32, and make the mechanisms' parameters float32, which stay trainable.
+
+    All other weights are frozen and keep their dtype.
 
     Raises:
         SetupError: if peft finds no module to adapt.
@@ -119,6 +123,8 @@ def add_adapters(model: PreTrainedModel, arguments: ModelArguments) -> None:
     for name, parameter in model.named_parameters():
         if name in trained and ".linear_attention." in name:
             parameter.requires_grad_(True)
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
 
 
 def attention_projections(model: PreTrainedModel) -> list[str]:
@@ -133,13 +139,15 @@ def attention_projections(model: PreTrainedModel) -> list[str]:
 
 @torch.no_grad()
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of `model` with its adapters merged into the base weights; `model` itself is not changed."""
+    """The state dict of `model`, in float32, with its adapters merged into the base weights; the model is unchanged."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    state = model.state_dict()
+    own = model.state_dict(keep_vars=True)  # in which tied weights are one tensor, and are saved once
+    copies = {id(x): x.detach().float() if x.dtype == torch.bfloat16 else x.detach() for x in own.values()}
+    state = {name: copies[id(x)] for name, x in own.items()}
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer):
-            merged: Any = copy.deepcopy(layer)  # one layer at a time, so that memory use does not double
+            merged: Any = copy.deepcopy(layer).float()  # one layer at a time, so that memory use does not double
             merged.merge()
             state = {key: value for key, value in state.items() if not key.startswith(f"{name}.")}
             state |= {f"{name}.{key}": value for key, value in merged.get_base_layer().state_dict().items()}
@@ -155,12 +163,24 @@ def auto_class_of(task: str) -> Any:
     return getattr(transformers, TASKS[task].auto_class)
 
 
-def load_student(recipe: Recipe, path: str, classes: dict[str, int] | None) -> PreTrainedModel:
+def frozen_dtype(recipe: Recipe, device: str) -> torch.dtype:
+    """The dtype for weights that adapters freeze: bfloat16 if the checkpoint has it and the device multiplies it."""
+    model = recipe.model
+    if not (model.use_peft and multiplies_bfloat16(device)):
+        return torch.float32
+    name = checkpoint_dtype(model.task, model.model_name_or_path, model.trust_remote_code)
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def load_student(
+    recipe: Recipe, path: str, classes: dict[str, int] | None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """The model to train, in float32, because small updates vanish in 16 bits (mixed precision casts for speed).
 
     Args:
         path: a folder or a name on the Hub.
         classes: class index of every label of the data; None if the data has no labels.
+        dtype: of the weights that adapters freeze (`frozen_dtype`).
     """
     extra: dict[str, Any] = {}
     if classes is not None:
@@ -168,7 +188,7 @@ def load_student(recipe: Recipe, path: str, classes: dict[str, int] | None) -> P
         same_numbers = len(classes) == len(known) and all(name == str(index) for name, index in classes.items())
         if not same_numbers and not set(classes) <= set(known):
             extra = {"label2id": classes, "id2label": {index: name for name, index in classes.items()}}
-    model = _load(recipe, path, is_trained=True, dtype=torch.float32, **extra)
+    model = _load(recipe, path, is_trained=True, dtype=dtype, **extra)
     if recipe.model.task == "sequence_classification" and model.config.pad_token_id is None:
         # Decoders classify at the last token that is not padding.
         model.config.pad_token_id = pad_token_id(load_tokenizer(recipe))
@@ -218,15 +238,17 @@ def share_frozen_weights(student: nn.Module, teacher: nn.Module) -> None:
             own.data = other.data
 
 
-def load_teacher(recipe: Recipe, student: PreTrainedModel, mixed_precision: bool) -> PreTrainedModel:
-    """The teacher, with mixed precision in the dtype of its checkpoint, otherwise in float32.
+def load_teacher(
+    recipe: Recipe, student: PreTrainedModel, dtype: torch.dtype | Literal["auto"] = torch.float32
+) -> PreTrainedModel:
+    """The teacher; with "auto" in the dtype of its checkpoint.
 
     Raises:
         SetupError: if the objectives in use cannot compare it with the student.
     """
     path = str(recipe.model.teacher_name_or_path)
     check_direction(recipe, load_config(recipe, path), path)
-    teacher = _load(recipe, path, is_trained=False, dtype="auto" if mixed_precision else torch.float32)
+    teacher = _load(recipe, path, is_trained=False, dtype=dtype)
     if recipe.model.task == "sequence_classification":
         teacher.config.pad_token_id = student.config.pad_token_id
     for name, used in _must_agree(recipe).items():

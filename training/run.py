@@ -41,6 +41,7 @@ from hf_linear_attention.training.models import (
     checkpoint_dtype,
     checkpoint_gradients,
     disable_dropout,
+    frozen_dtype,
     load_student,
     load_teacher,
     share_frozen_weights,
@@ -80,7 +81,9 @@ def _run(
     objectives = build_objectives(recipe) if data.train is not None else {}
     # Adapters need the weights that they were added to; a checkpoint holds merged weights, and may be removed.
     source = None if recipe.model.use_peft else checkpoint
-    student = load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes)
+    # FSDP2 puts weights of one dtype into a shard.
+    frozen = torch.float32 if accelerator.is_fsdp2 else frozen_dtype(recipe, accelerator.device.type)
+    student = load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes, frozen)
     if not accelerator.is_fsdp2 or data.train is None:  # shards are moved to the device when they are made
         student.to(accelerator.device)
     resumed_step = None if checkpoint is None else int(checkpoint.name.split("-")[-1])
@@ -146,7 +149,8 @@ def _teacher(
 ) -> Teacher | None:
     if recipe.model.teacher_name_or_path is None:
         return None
-    model = load_teacher(recipe, student, accelerator.mixed_precision != "no")
+    has_16_bits = accelerator.mixed_precision != "no" or student.dtype == torch.bfloat16
+    model = load_teacher(recipe, student, "auto" if has_16_bits else torch.float32)
     layers = hidden_layers_of(recipe, objectives)
     if layers is None and recipe.task.logits is None:
         layers = "last"  # the evaluation compares them

@@ -40,7 +40,9 @@ def ready_to_compute(model: torch.nn.Module) -> Iterator[None]:
     device, tensors = computing_device(), [*model.parameters(), *model.buffers()]
     before = [(tensor.device, tensor.dtype) for tensor in tensors]
     for tensor in tensors:
-        is_emulated = device == "cpu" and tensor.is_floating_point() and not _is_native(tensor.dtype)
+        is_emulated = device == "cpu" and (
+            tensor.dtype == torch.float16 or (tensor.dtype == torch.bfloat16 and not multiplies_bfloat16(device))
+        )
         tensor.data = tensor.data.to(device, torch.float32 if is_emulated else tensor.dtype)
     try:
         yield
@@ -49,11 +51,12 @@ def ready_to_compute(model: torch.nn.Module) -> Iterator[None]:
             tensor.data = tensor.data.to(*place)
 
 
-def _is_native(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies numbers of this dtype; torch says so for x86."""
-    if dtype == torch.bfloat16:
-        return any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return dtype != torch.float16
+def multiplies_bfloat16(device: str) -> bool:
+    """Whether the device multiplies numbers in bfloat16 and does not emulate it; torch says so for CUDA and x86."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return device == "cpu" and any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 @functools.cache

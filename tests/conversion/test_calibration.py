@@ -195,7 +195,7 @@ def test_a_model_computes_in_a_dtype_that_the_machine_has():
     model = convert(stock_model("llama"), window_size=4, num_sinks=1, num_exact_keys=3, num_features=8).bfloat16()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with devices.ready_to_compute(model):
-        native = devices._is_native(torch.bfloat16) or torch.cuda.is_available()
+        native = devices.multiplies_bfloat16(devices.computing_device())
         assert model.dtype == (torch.bfloat16 if native else torch.float32)
     assert model.state_dict().keys() == before.keys()
     for name, value in model.state_dict().items():

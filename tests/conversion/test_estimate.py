@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
+import torch
 from checkpoints import run, save_twin
+from transformers import AutoModelForCausalLM
 
 from hf_linear_attention.conversion import estimate
 from hf_linear_attention.conversion.plan import make_plan
@@ -17,7 +19,9 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embedding
 
 
 def test_the_estimate(tmp_path, monkeypatch):
-    monkeypatch.setattr(estimate, "seconds_per_operation", lambda width: 1e-7 * (width == 64))
+    speeds = {torch.float32: 1e-7, torch.bfloat16: 4e-8}
+    monkeypatch.setattr(estimate, "seconds_per_operation", lambda width, dtype, _: speeds[dtype] * (width == 64))
+    monkeypatch.setattr(estimate, "multiplies_bfloat16", lambda device: True)
     monkeypatch.setattr(estimate, "IMPORTS", 0.0)
     monkeypatch.setattr(estimate, "MOST_LOGITS", 1e9)
     save_twin(tmp_path / "llama", "llama", max_position_embeddings=4096, **SIZES, **HEADS)
@@ -32,7 +36,7 @@ def test_the_estimate(tmp_path, monkeypatch):
     assert found.scores(10_000) == f"about {minutes * 10_000 * layers:.0f} minutes"
     assert found.scores(10**6) == f"about {minutes * 10**6 * layers / 60:.0f} hours"
     words = ["--model_name_or_path", tmp_path / "llama", "--attention", "hybrid", "--state_tokens", 128, "--dry_run"]
-    assert f"scores      fitted on up to 2,048 tokens of Python's documentation, {found.scores(2048)}" in run(*words)[1]
+    assert f"scores      fitted on up to 4,096 tokens of Python's documentation, {found.scores(4096)}" in run(*words)[1]
     adapters = {"use_peft": True, "gradient_checkpointing": True}
     base, tokens, exact = layers + output + 7 * 64, 4 * 10**6, mean_exact_tokens(plan.config)
     rows = 64 * tokens
@@ -47,3 +51,11 @@ def test_the_estimate(tmp_path, monkeypatch):
         assert abs(memory - size / 1e9) <= 0.05
     found.base = 10**10  # of which two are loaded at first
     assert figures(found.stage(adapters, 10_000))[1] == 80
+    AutoModelForCausalLM.from_pretrained(tmp_path / "llama").bfloat16().save_pretrained(tmp_path / "half")
+    found = estimate.Estimate(make_plan(open_source(str(tmp_path / "half")), {"mechanism": "hybrid"}))
+    assert found.scores(10_000) == f"about {0.4 * minutes * 10_000 * layers:.0f} minutes"
+    time, memory = figures(found.stage({**adapters, "per_device_train_batch_size": 4, "max_length": 10**6}, 10_000))
+    assert abs(time - 0.4 * minutes * 10_000 * (4 * layers + 3 * output)) < 1
+    assert abs(memory - ((3 * 4 + 88) * rows + 1e9) / 1e9) <= 0.05
+    found.base = 10**10  # and a copy in float32, which is saved
+    assert figures(found.stage(adapters, 10_000))[1] == 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import types
@@ -11,10 +12,11 @@ import pytest
 import torch
 from accelerate.utils import LoggerType
 from runs import changed
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_linear_attention.training import checkpoints
-from hf_linear_attention.training.models import add_adapters, merged_state_dict
+from hf_linear_attention.training import checkpoints, models
+from hf_linear_attention.training.models import add_adapters, merged_state_dict, share_frozen_weights
 from hf_linear_attention.training.recipe import ModelArguments
 from hf_linear_attention.training.tracking import plot_metrics
 
@@ -87,6 +89,42 @@ def test_merging_adapters_keeps_the_function_and_leaves_the_model_alone(student)
     merged.load_state_dict(merged_state_dict(model))
     torch.testing.assert_close(merged(**inputs).logits, expected, rtol=1e-4, atol=1e-4)  # W x + B A x in another order
     assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_what_adapters_freeze_stays_in_bfloat16(finetune, causal, student, llama_teacher, monkeypatch, tmp_path):
+    """Where the device multiplies it, and the teacher has the same tensors; what is trained and saved is float32."""
+    pytest.importorskip("peft")
+    for folder in (source := tmp_path / "source", half := tmp_path / "half"):
+        model = AutoModelForCausalLM.from_pretrained(llama_teacher if folder == source else student)
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+        model.bfloat16().save_pretrained(folder)
+        AutoTokenizer.from_pretrained(llama_teacher).save_pretrained(folder)
+    monkeypatch.setattr(models, "multiplies_bfloat16", lambda device: True)
+    loaded = []
+    share = lambda student, teacher: share_frozen_weights(student, teacher) or loaded.append((student, teacher))  # noqa: E731
+    monkeypatch.setattr("hf_linear_attention.training.run.share_frozen_weights", share)
+    options = ["--model_name_or_path", half, "--teacher_name_or_path", source, "--logits_kl_weight", 1]
+    options += ["--lora_target_modules", "attention", "--dtype", "float32"]
+    events = finetune(*causal, *options, "--use_peft", output_dir=tmp_path / "out")
+    assert all(math.isfinite(event["loss"]) for event in events if "loss" in event)
+    ((trained, teacher),) = loaded
+    dtypes = {(x.requires_grad, x.dtype) for x in trained.parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+    base = trained.model.layers[0].self_attn.q_proj.base_layer.weight
+    assert base.data_ptr() == teacher.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    state = load_file(tmp_path / "out" / "model.safetensors")
+    before = load_file(half / "model.safetensors")
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    assert state.keys() == before.keys()  # tied weights once
+    for name, value in before.items():
+        if "mlp" in name:
+            assert torch.equal(state[name], value.float())
+    adapter = trained.model.layers[0].self_attn.q_proj
+    product = adapter.lora_B["default"].weight @ adapter.lora_A["default"].weight * adapter.scaling["default"]
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(state[name], before[name].float() + product)
+    assert product.any()
 
 
 def test_a_resumed_run_is_the_same_bit_by_bit_and_saves_the_best_adapters(
