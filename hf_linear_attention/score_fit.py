@@ -32,7 +32,9 @@ REST = 1e-6  # the smallest 1 - w
 # distances, and 1.964 with these without emphasis (512 tokens, 353 keys in each layer, two rows, positions 2,048 to
 # 4,095; original 1.769); the model of `make demo` knows 63, 85, 98 and 93 % of what stood 256 to 511 tokens back.
 LARGE, EMPHASIS = -2.0, 4.0
-QUERIES = 256  # whose logits are alive together
+# That are alive together, but those of 16 queries at least: malloc of glibc gives 32 MB at most without new pages, for
+# which blocks of twice as many take half as long again.
+LOGITS = 2**23
 AGES = 8
 LONGEST = 0.5  # of a row
 
@@ -148,8 +150,9 @@ def log_largest_weights(inputs: MechanismInputs, ages: Tensor, num_sinks: int) -
     # Never falls, and differs by as much as `place` does within a sequence.
     at = torch.arange(length, dtype=torch.long, device=key.device).expand(batch, -1) if inputs.is_packed else place
     largest = key.new_full((batch, heads, len(ages), length), SMALLEST)
-    for first in range(0, length, QUERIES):
-        end = min(first + QUERIES, length)  # no query of these sees a later key
+    step = max(16, LOGITS // max(1, query.shape[:3].numel()))
+    for first in range(0, length, step):
+        end = min(first + step, length)  # no query of these sees a later key
         rows = slice(first, end)
         queries = query[:, :, rows].float().unflatten(1, (heads, groups)) * inputs.scaling
         logits = (queries.flatten(2, 3) @ key[:, :, :end].transpose(-1, -2)).unflatten(2, (groups, -1))

@@ -37,7 +37,7 @@ def model_and_observed(batch: dict[str, Tensor]) -> tuple[Any, list[ObservedAtte
 
 
 def test_it_is_the_ridge_regression_of_how_far_outputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_fit, "QUERIES", 7)  # several blocks of queries
+    monkeypatch.setattr(score_fit, "LOGITS", 1)  # several blocks of queries
     batch = padded_batch([40, 17, 33])
     model, seen, hidden = model_and_observed(batch)
     solved, explained = score_fit.ScoreMoments.solved, list[Tensor]()
