@@ -31,8 +31,6 @@ from torch import Tensor
 EMPTY = tl.constexpr(-1e30)  # EMPTY_MAXIMUM
 TINY = tl.constexpr(1.1754944e-38)
 ORDINARY, SINK = tl.constexpr(1), tl.constexpr(2)
-# `tl.dot` has no fewer rows than this.
-LEAST_ROWS = tl.constexpr(16)
 SCORES_AT_ONCE = tl.constexpr(1024)
 MOST_SPLITS = 32
 # Programs of a launch that fill a large GPU twice.
