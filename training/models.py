@@ -163,10 +163,13 @@ def auto_class_of(task: str) -> Any:
     return getattr(transformers, TASKS[task].auto_class)
 
 
-def frozen_dtype(recipe: Recipe, device: str) -> torch.dtype:
-    """The dtype for weights that adapters freeze: bfloat16 if the checkpoint has it and the device multiplies it."""
+def frozen_dtype(recipe: Recipe, device: str, is_fsdp2: bool) -> torch.dtype:
+    """The dtype for weights that adapters freeze: bfloat16 if the checkpoint has it and the device multiplies it.
+
+    Not under FSDP2, which puts weights of one dtype into a shard.
+    """
     model = recipe.model
-    if not (model.use_peft and multiplies_bfloat16(device)):
+    if is_fsdp2 or not (model.use_peft and multiplies_bfloat16(device)):
         return torch.float32
     name = checkpoint_dtype(model.task, model.model_name_or_path, model.trust_remote_code)
     return torch.bfloat16 if name == "bfloat16" else torch.float32

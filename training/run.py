@@ -81,8 +81,7 @@ def _run(
     objectives = build_objectives(recipe) if data.train is not None else {}
     # Adapters need the weights that they were added to; a checkpoint holds merged weights, and may be removed.
     source = None if recipe.model.use_peft else checkpoint
-    # FSDP2 puts weights of one dtype into a shard.
-    frozen = torch.float32 if accelerator.is_fsdp2 else frozen_dtype(recipe, accelerator.device.type)
+    frozen = frozen_dtype(recipe, accelerator.device.type, accelerator.is_fsdp2)
     student = load_student(recipe, str(source or recipe.model.model_name_or_path), data.classes, frozen)
     if not accelerator.is_fsdp2 or data.train is None:  # shards are moved to the device when they are made
         student.to(accelerator.device)

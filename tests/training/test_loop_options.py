@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -125,6 +126,18 @@ def test_what_adapters_freeze_stays_in_bfloat16(finetune, causal, student, llama
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(state[name], before[name].float() + product)
     assert product.any()
+
+
+def test_what_is_frozen_has_one_dtype_with_the_rest_elsewhere(student, monkeypatch, tmp_path):
+    """In float32: without adapters, in shards of FSDP2, of a checkpoint in float32, where bfloat16 is emulated."""
+    AutoModelForCausalLM.from_pretrained(student).bfloat16().save_pretrained(tmp_path)
+    found = {}
+    for path, has_adapters, native, is_fsdp2 in itertools.product((tmp_path, student), *[(True, False)] * 3):
+        monkeypatch.setattr(models, "multiplies_bfloat16", lambda device, native=native: native)
+        recipe = types.SimpleNamespace(model=ModelArguments(str(path), "causal_lm", use_peft=has_adapters))
+        found[path, has_adapters, native, is_fsdp2] = models.frozen_dtype(recipe, "cpu", is_fsdp2)
+    assert found.pop((tmp_path, True, True, False)) == torch.bfloat16
+    assert set(found.values()) == {torch.float32}
 
 
 def test_a_resumed_run_is_the_same_bit_by_bit_and_saves_the_best_adapters(

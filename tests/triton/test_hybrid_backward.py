@@ -6,9 +6,8 @@ import pytest
 import torch
 import triton_interpreter
 from hybrid_calls import (
-    CANCELLING,
     EXACT,
-    OF_CANCELLING,
+    OF_DECAY,
     OF_GRADIENTS,
     ROTARY,
     gradients,
@@ -33,7 +32,8 @@ CASES = {
     "without sinks and decay": (EXACT | ROTARY | {"num_sinks": 0, "decay": "none"}, {"heads": (2, 2)}, 70),
     "many keys": ({**EXACT, "window_size": 70, "num_exact_keys": 90} | ROTARY | {"trained_length": 100}, {}, 230),
     "fewer tokens than the window": ({**EXACT, "window_size": 70} | ROTARY, {}, 40),
-    "80 columns": (EXACT | ROTARY, {"dim": 80}, 70),
+    # With two heads, the terms of the gradient of the norm's weight are 21 times their sum, and so is its error.
+    "80 columns": (EXACT | ROTARY, {"dim": 80, "heads": (3, 1)}, 70),
     "groups": (EXACT | ROTARY | {"trained_length": 4096}, {}, 330),
 }
 RUNS = [
@@ -68,7 +68,7 @@ def test_gradients_are_those_of_the_mechanism(name, dtype, pads, monkeypatch):
     actual = gradients(attend, mechanism, inputs, direction)
     assert ran == ["triton_prefill", "triton_backward"]
     errors = {part: relative(actual[part], x) for part, x in expected.items()}
-    assert max(errors.pop(part, 0.0) for part in CANCELLING) < OF_CANCELLING[dtype]
+    assert errors.pop("decay.rate", 0.0) < OF_DECAY[dtype]
     assert max(errors.values()) < OF_GRADIENTS[dtype], errors
 
 
