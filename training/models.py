@@ -139,12 +139,10 @@ def attention_projections(model: PreTrainedModel) -> list[str]:
 
 @torch.no_grad()
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of `model`, in float32, with its adapters merged into the base weights; the model is unchanged."""
+    """The state dict of `model` with its adapters merged into the base weights in float32; the model is unchanged."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    own = model.state_dict(keep_vars=True)  # in which tied weights are one tensor, and are saved once
-    copies = {id(x): x.detach().float() if x.dtype == torch.bfloat16 else x.detach() for x in own.values()}
-    state = {name: copies[id(x)] for name, x in own.items()}
+    state = model.state_dict()
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer):
             merged: Any = copy.deepcopy(layer).float()  # one layer at a time, so that memory use does not double
@@ -273,11 +271,9 @@ def checkpoint_dtype(task: str, path: str, trust_remote_code: bool) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def cast(recipe: Recipe, folder: Path, dtype: str) -> None:
-    """Cast the weights in a folder, which are in float32, but for those that the model keeps so."""
-    if dtype == "float32":
-        return
-    model = _load(recipe, str(folder), is_trained=False, dtype=getattr(torch, dtype))
+def cast(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
+    """Cast the weights in a folder, but for those that the model keeps in float32."""
+    model = _load(recipe, str(folder), is_trained=False, dtype=dtype)
     for path in folder.glob("*.safetensors*"):  # there may be more files in float32
         path.unlink()
     model.save_pretrained(folder)

@@ -93,7 +93,7 @@ def test_merging_adapters_keeps_the_function_and_leaves_the_model_alone(student)
 
 
 def test_what_adapters_freeze_stays_in_bfloat16(finetune, causal, student, llama_teacher, monkeypatch, tmp_path):
-    """Where the device multiplies it, and the teacher has the same tensors; what is trained and saved is float32."""
+    """Where the device multiplies it, and teacher and merged weights are the same tensors; the rest is float32."""
     pytest.importorskip("peft")
     for folder in (source := tmp_path / "source", half := tmp_path / "half"):
         model = AutoModelForCausalLM.from_pretrained(llama_teacher if folder == source else student)
@@ -114,6 +114,9 @@ def test_what_adapters_freeze_stays_in_bfloat16(finetune, causal, student, llama
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
     base = trained.model.layers[0].self_attn.q_proj.base_layer.weight
     assert base.data_ptr() == teacher.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    merged, frozen = merged_state_dict(trained), trained.model.layers[0].mlp.up_proj.weight
+    assert merged["model.layers.0.mlp.up_proj.weight"].data_ptr() == frozen.data_ptr()
+    assert merged["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32
     state = load_file(tmp_path / "out" / "model.safetensors")
     before = load_file(half / "model.safetensors")
     assert {value.dtype for value in state.values()} == {torch.float32}

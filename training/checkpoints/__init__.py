@@ -342,7 +342,9 @@ def save_final(
         save_model(model, folder, weights)
         source = recipe.model
         kept = checkpoint_dtype(source.task, str(source.model_name_or_path), source.trust_remote_code)
-        cast(recipe, folder, recipe.run.dtype or kept)
+        dtype = getattr(torch, recipe.run.dtype or kept)
+        if any(parameter.dtype != dtype for parameter in model.parameters()):
+            cast(recipe, folder, dtype)
     processor.save_pretrained(folder)
     earlier: list[dict[str, Any]] = []
     with not_essential("what describes the model it was trained from"):
