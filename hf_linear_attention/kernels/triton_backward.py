@@ -37,7 +37,6 @@ from torch import Tensor
 
 from .operators import gradient_like
 from .triton_prefill import (
-    CHUNK,
     EMPTY,
     GROUP,
     _exponents,
@@ -53,6 +52,7 @@ from .triton_prefill import (
     _store_sums,
     _where_it_goes_on,
     _window_rows,
+    chunk_of,
     lists_of,
 )
 from .triton_step import TYPES, _frequency, _log_decay, _pair, _turned, wide
@@ -616,7 +616,8 @@ def run(
     """
     (batch, heads, length, dim), kv_heads, width = query.shape, key.shape[1], value.shape[3]
     features, sinks, device = key_weight.shape[2], sink_key.shape[2], query.device
-    rows, chunks, groups = batch * kv_heads, -(-length // CHUNK), heads // kv_heads
+    chunk = chunk_of(features, query, key, value)
+    rows, chunks, groups = batch * kv_heads, -(-length // chunk), heads // kv_heads
     columns, value_columns = wide(dim), wide(width)
     pairs = 0 if frequencies is None else frequencies.shape[0]
 
@@ -631,10 +632,10 @@ def run(
     order = visible.cumsum(dim=1, dtype=torch.int32)
     shared: dict[str, Any] = {"HKV": kv_heads, "W": window, "M": count}
     turns: dict[str, Any] = {"PAIRS": pairs, "INTERLEAVED": is_interleaved, "FIRST": first_turned}
-    map_sizes: dict[str, Any] = {"F": features, "FP": wide(features), "C": CHUNK, "IS_RATE": is_rate}
+    map_sizes: dict[str, Any] = {"F": features, "FP": wide(features), "C": chunk, "IS_RATE": is_rate}
     sizes: dict[str, Any] = {"D": dim, "DP": columns, "V": width, "VP": value_columns}
-    room = count + CHUNK
-    listed, counts = lists_of(leave, length, count) if count else (None, None)
+    room = count + chunk
+    listed, counts = lists_of(leave, length, count, chunk) if count else (None, None)
     gone = gone if count else order
     starts, ends = (None, None) if spans is None else spans
     precision = "ieee" if is_exact else "tf32x3"
@@ -662,7 +663,6 @@ def run(
     of_sinks = new(batch, kv_heads, groups, chunks, sinks, dim + width)
     of_queries = new(batch, kv_heads, groups, chunks, dim * features + 3)
     far = "ieee" if is_exact else "tf32"
-    is_large = columns * exact.itemsize > 256
     clamps = bool(pairs and trained_length and position is not None)
     with_types: dict[str, Any] = {"T": TYPES[exact], "G": groups, "num_warps": 8, **sizes}
     _of_far_queries[(chunks, batch * heads)](
@@ -676,7 +676,7 @@ def run(
         counts, starts, grad_output, size, delta, grad_query, of_sinks,
         *of_query, *of_key, *of_value, *of_sink_key, *of_sink_value, *grad_query.stride()[:3],
         length, chunks, scaling, trained_length,
-        S=sinks, SP=wide(sinks), ROOM=room, C=CHUNK, BLOCK=32 if is_large else 64, CLAMPS=clamps, num_stages=2,
+        S=sinks, SP=wide(sinks), ROOM=room, C=chunk, BLOCK=chunk, CLAMPS=clamps, num_stages=2,
         PAIRS=pairs, INTERLEAVED=is_interleaved, **shared, **with_types,
     )  # fmt: skip
     given = query_exponents, grad_output, delta, order, starts, log_decay, group_sums
@@ -694,14 +694,13 @@ def run(
     lives = None
     if count:
         lives = new(rows, length, dtype=torch.int32)
-        _lives[(rows, -(-length // LIVES))](leave, ends, lives, length, C=CHUNK, BLOCK=LIVES, **shared)
+        _lives[(rows, -(-length // LIVES))](leave, ends, lives, length, C=chunk, BLOCK=LIVES, **shared)
         lives = lives.sort(dim=1).values
-    block = 32 if is_large else 64
-    _of_keys[(-(-length // block), rows)](
+    _of_keys[(chunks, rows)](
         query, key, value, visible, position, key_position, frequencies, leave, ends, lives, size, delta, grad_output,
         far_key, far_value, grad_key, grad_value, *of_query, *of_key, *of_value, *grad_key.stride()[:3],
         *grad_value.stride()[:3], length, scaling, trained_length,
-        C=CHUNK, BLOCK=block, CLAMPS=clamps and count > 0, num_stages=2, PAIRS=pairs, INTERLEAVED=is_interleaved,
+        C=chunk, BLOCK=chunk, CLAMPS=clamps and count > 0, num_stages=2, PAIRS=pairs, INTERLEAVED=is_interleaved,
         **shared, **with_types,
     )  # fmt: skip
     of_sink_key, of_sink_value = of_sinks.sum(dim=(2, 3)).split((dim, width), dim=3)

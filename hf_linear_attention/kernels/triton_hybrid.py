@@ -29,10 +29,10 @@ from .operators import Operator, gradient_like, or_nothing, register, saving
 
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Those of the largest blocks that stay in registers.
-MOST_COLUMNS, MOST_WEIGHTS, MOST_GROUPS, MOST_SINKS, MOST_SCORES = 256, 16384, 32, 64, 64
-# With gradients: the largest for which the kernels were compiled, with 144 KB of shared memory.
-MOST_COLUMNS_TRAINED, MOST_WEIGHTS_TRAINED = 128, 8192
+# Those of the largest blocks for which the kernels were compiled.
+MOST_COLUMNS, MOST_FEATURES, MOST_WEIGHTS, MOST_GROUPS, MOST_SINKS, MOST_SCORES = 256, 128, 8192, 32, 64, 64
+# Bytes of shared memory of the largest program, by those of the largest row, with as many features as may be.
+SHARED = {128: 65_536, 256: 99_328, 512: 98_304, 1024: 168_448}
 
 STEP = (
     "Tensor query, Tensor key, Tensor value, Tensor? score, Tensor? slope, Tensor? position, "
@@ -66,6 +66,18 @@ def is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """The bytes of shared memory that a program on a GPU may have."""
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
+def _columns(rows: Tensor) -> int:
+    """Those of a block in a kernel, a power of 2."""
+    return 1 << max(4, (rows.shape[3] - 1).bit_length())
+
+
 def takes(
     query: Tensor, key: Tensor, value: Tensor, sink_key: Tensor, key_weight: Tensor, function: int
 ) -> bool:  # fmt: skip
@@ -79,14 +91,13 @@ def takes(
     if not query.ndim == key.ndim == value.ndim == sink_key.ndim == 4 or not key.shape[1]:
         return False  # torch says what is wrong
     features, columns = key_weight.shape[2], max(query.shape[3], value.shape[3])
-    most_columns, most_weights = MOST_COLUMNS, MOST_WEIGHTS
-    if torch.is_grad_enabled():
-        most_columns, most_weights = MOST_COLUMNS_TRAINED, MOST_WEIGHTS_TRAINED
+    row = max(_columns(x) * x.element_size() for x in (query, key, value))
     return (
         function == EXP
         and all(x.dtype in DTYPES for x in (query, key, value))
-        and 0 < columns <= most_columns
-        and features * columns <= most_weights
+        and 0 < columns <= MOST_COLUMNS
+        and features <= min(MOST_FEATURES, MOST_WEIGHTS // columns)
+        and min(n for size, n in SHARED.items() if size >= row) <= shared_memory(query.device)
         and query.shape[1] // key.shape[1] <= MOST_GROUPS
         and sink_key.shape[2] <= MOST_SINKS
         and query.shape[0] > 0

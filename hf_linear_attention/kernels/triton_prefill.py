@@ -10,7 +10,7 @@ once for each group of chunks and followed from there. All of this is linear in 
 several launches.
 
     _line_up     the scores in a row, to be sorted by torch
-    _bounds      which key is the worst one that is kept at the start of each chunk of `CHUNK` queries
+    _bounds      which key is the worst one that is kept at the start of each chunk of queries
     _choose      for every key when it is displaced, and for every query which key is; a program per chunk
     _list        for each chunk the keys that some of its queries see, and those that are kept at the end; of many
                  chunks, first for each group
@@ -46,7 +46,6 @@ from .triton_step import TYPES, _frequency, _log_decay, _pair, _softmax, _turned
 
 
 EMPTY = tl.constexpr(-1e30)  # EMPTY_MAXIMUM
-CHUNK = 64
 GROUP = 16  # chunks of a group
 MOST_GROUPS = 64
 LISTED = 1024
@@ -667,9 +666,14 @@ def _keep(
         )
 
 
+def chunk_of(features: int, *rows: Tensor) -> int:
+    """How many queries a program has, and keys at a time, so that blocks of these rows and of features are small."""
+    return 64 if features <= 64 and max(wide(x.shape[3]) * x.element_size() for x in rows) <= 256 else 32
+
+
 def choose(
     score: Tensor, visible: Tensor, kept_score: Tensor | None, kept_age: Tensor | None, strides: Sequence[int], *,
-    before: int, length: int, window: int, count: int, spans: Tensor | None = None,
+    before: int, length: int, window: int, count: int, chunk: int, spans: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """When each key is displaced, and which keys that are.
 
@@ -677,6 +681,7 @@ def choose(
         score: `[B, Hkv, L, 1]`, with these `strides` of sequences, heads and rows.
         visible: bool `[B, L]`, of which `before` rows come before the N = `length` queries.
         kept_score, kept_age: `[B, Hkv, M, 1]` of the M = `count` exact keys from before, or None.
+        chunk: see `chunk_of`.
         spans: see `run`.
 
     Returns:
@@ -684,7 +689,7 @@ def choose(
         for none; `[B Hkv, N]`, the key that is displaced before each query, -1 for none; `[B Hkv, K + 1, M + C]`, the
         keys that each chunk sees and those that are kept after the last; `[B Hkv, K + 1]`, how many of them.
     """
-    (batch, kv_heads, slots, _), chunks = score.shape, -(-length // CHUNK)
+    (batch, kv_heads, slots, _), chunks = score.shape, -(-length // chunk)
     rows, total = batch * kv_heads, count + length
     (starts, ends), least, kind = (None, None), NO_SCORE, torch.float32
     if spans is not None:
@@ -703,19 +708,19 @@ def choose(
     of_group = max(GROUP, -(-chunks // MOST_GROUPS))
     groups = -(-chunks // of_group)
     given = scores, *sorted_scores, bounds
-    _bounds[(rows, groups)](*given, length, chunks, C=CHUNK, IN_GROUP=of_group, BLOCK=LISTED, num_warps=8, **shared)
-    _choose[(rows, chunks)](*given, leave, gone, starts, length, chunks, HKV=kv_heads, W=window, C=CHUNK, **shared)
-    return leave, gone, *lists_of(leave, length, count)
+    _bounds[(rows, groups)](*given, length, chunks, C=chunk, IN_GROUP=of_group, BLOCK=LISTED, num_warps=8, **shared)
+    _choose[(rows, chunks)](*given, leave, gone, starts, length, chunks, HKV=kv_heads, W=window, C=chunk, **shared)
+    return leave, gone, *lists_of(leave, length, count, chunk)
 
 
-def lists_of(leave: Tensor, length: int, count: int) -> tuple[Tensor, Tensor]:
+def lists_of(leave: Tensor, length: int, count: int, chunk: int) -> tuple[Tensor, Tensor]:
     """The keys that each chunk sees and those that are kept after the last, int32 `[B Hkv, K + 1, M + C]`, and how many
     of them, `[B Hkv, K + 1]`; `leave` is what `choose` returns.
     """
-    rows, chunks, room = leave.shape[0], -(-length // CHUNK), count + CHUNK
+    rows, chunks, room = leave.shape[0], -(-length // chunk), count + chunk
     of_group = max(GROUP, -(-chunks // MOST_GROUPS))
     groups = chunks // of_group + 1
-    sizes: dict[str, Any] = {"ROOM": room, "M": count, "C": CHUNK, "GROUP": of_group, "BLOCK": LISTED, "num_warps": 8}
+    sizes: dict[str, Any] = {"ROOM": room, "M": count, "C": chunk, "GROUP": of_group, "BLOCK": LISTED, "num_warps": 8}
     of_groups: list[Tensor | None] = [None, None]
     if groups > 1:
         of_groups = [leave.new_empty(rows, groups, room), leave.new_empty(rows, groups)]
@@ -743,7 +748,8 @@ def run(
     """
     (batch, heads, length, dim), kv_heads, slots, width = query.shape, key.shape[1], key.shape[2], value.shape[3]
     features, sinks, device = key_weight.shape[2], sink_key.shape[2], query.device
-    rows, before, chunks = batch * kv_heads, slots - length, -(-length // CHUNK)
+    chunk = chunk_of(features, query, key, value)
+    rows, before, chunks = batch * kv_heads, slots - length, -(-length // chunk)
     groups = -(-chunks // GROUP)
     columns, value_columns = wide(dim), wide(width)
     pairs = 0 if frequencies is None else frequencies.shape[0]
@@ -765,7 +771,7 @@ def run(
     if count:
         scored: Any = (score, visible, kept_score, kept_age, strides[3])
         leave, gone, listed, counts = choose(
-            *scored, before=before, length=length, window=window, count=count, spans=spans
+            *scored, before=before, length=length, window=window, count=count, chunk=chunk, spans=spans
         )
     exact = value.dtype  # under autocast, rotary positions make queries and keys float32
     # Exponents need all digits, which products of three halves have, too; those of float32 are exact.
@@ -775,7 +781,7 @@ def run(
     _exponents[(rows, chunks)](
         key, visible, order, unused, key_position, frequencies, key_weight, key_bias, key_norm, log_decay,
         kept_key, kept_age, kept_position, exponents, *strides[1], *where.values(), scaling**0.5,
-        D=dim, DP=columns, F=features, FP=wide(features), C=CHUNK, IS_RATE=is_rate, PRECISION=precision, num_warps=8,
+        D=dim, DP=columns, F=features, FP=wide(features), C=chunk, IS_RATE=is_rate, PRECISION=precision, num_warps=8,
         **shared, **turns,
     )  # fmt: skip
     states, group_sums = new(rows, chunks, features, width + 2), None
@@ -787,7 +793,7 @@ def run(
             "FP": wide(features),
             "V": width,
             "VB": block,
-            "C": CHUNK,
+            "C": chunk,
             "PRECISION": precision,
             "num_warps": 8,
             "IN_GROUP": GROUP,
@@ -803,11 +809,10 @@ def run(
     clamps, turned = bool(pairs and trained_length and position is not None), None
     if clamps and count:
         turned = new(rows, count + length, dim, dtype=key.dtype)
-        _turn[(rows, -(-(count + length) // CHUNK))](
+        _turn[(rows, -(-(count + length) // chunk))](
             key, key_position, frequencies, kept_key, kept_position, turned, *strides[1], *where.values(),
-            D=dim, DP=columns, C=CHUNK, PAIRS=pairs, INTERLEAVED=is_interleaved, num_warps=8, **shared,
+            D=dim, DP=columns, C=chunk, PAIRS=pairs, INTERLEAVED=is_interleaved, num_warps=8, **shared,
         )  # fmt: skip
-    is_large = columns * key.element_size() > 256
     _outputs[(chunks, batch * heads)](
         query, key, value, visible, sink_key, sink_value, seen, position, key_position, order, frequencies,
         query_weight, log_decay, log_scale, norm_weight, kept_key, kept_value, kept_position, turned,
@@ -816,7 +821,7 @@ def run(
         chunks, scaling, scaling**0.5,
         trained_length,
         G=heads // kv_heads, D=dim, DP=columns, V=width, VP=value_columns, F=features, FP=wide(features), S=sinks,
-        SP=wide(sinks), ROOM=count + CHUNK, C=CHUNK, BLOCK=32 if is_large else 64, IS_RATE=is_rate,
+        SP=wide(sinks), ROOM=count + chunk, C=chunk, BLOCK=chunk, IS_RATE=is_rate,
         CLAMPS=clamps, T=TYPES[exact], PRECISION=precision,
         num_warps=8,
         num_stages=2,
@@ -826,6 +831,6 @@ def run(
         _keep[(rows, -(-count // 64))](
             key, value, score, order, key_position, listed, counts, *old, *made, *strides[1], *strides[2], *strides[3],
             *where.values(), chunks,
-            D=dim, DP=columns, V=width, VP=value_columns, ROOM=count + CHUNK, BLOCK=64, **shared,
+            D=dim, DP=columns, V=width, VP=value_columns, ROOM=count + chunk, BLOCK=64, **shared,
         )  # fmt: skip
     return leave, gone

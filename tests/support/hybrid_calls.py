@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from matrix import hidden_states_of, mechanism_of, move, qkv
 
-from hf_linear_attention.kernels import fla, triton_backward, triton_prefill, triton_step
+from hf_linear_attention.kernels import fla, triton_backward, triton_hybrid, triton_prefill, triton_step
 from hf_linear_attention.mechanisms import hybrid, window
 from hf_linear_attention.mechanisms.base import MechanismInputs, Rotary
 
@@ -20,11 +20,14 @@ EXACT = {"window_size": 8, "num_sinks": 3, "num_exact_keys": 5, "num_features": 
 ROTARY = {"rope": "partial", "rope_frequencies": 1}
 
 
-def on_cuda(monkeypatch) -> list[str]:
-    """CPU tensors are taken for tensors on CUDA; the list gets the name of the module of each kernel that runs."""
+def on_cuda(monkeypatch, shared: int = 232_448) -> list[str]:
+    """CPU tensors are taken for tensors on CUDA, of a GPU with so much shared memory; the list gets the name of the
+    module of each kernel that runs.
+    """
     ran: list[str] = []
     for module in (fla, hybrid, window):
         monkeypatch.setattr(module, "is_on_cuda", lambda tensor: True)
+    monkeypatch.setattr(triton_hybrid, "shared_memory", lambda device: shared)
     for module in (triton_prefill, triton_backward, triton_step):
 
         def run(*given, module=module, launch=module.run, **others):

@@ -195,6 +195,13 @@ def plain_backward(*case: Any) -> dict:
     return backward(*case, is_plain=True)
 
 
+def wide_backward(dtype: torch.dtype, dim: int, *others: Any) -> dict:
+    """The same with the widest rows, in chunks of 32."""
+    global ARCHITECTURES
+    ARCHITECTURES = ARCHITECTURES[1:2]
+    return backward(dtype, 4 * dim, *others)
+
+
 def prefill(
     dtype: torch.dtype,
     dim: int,

@@ -35,10 +35,14 @@ CASES = {
     # With two or three heads, gradients of numbers per head nearly cancel: their terms are up to 21 times their sum.
     "80 columns": (EXACT | ROTARY, {"dim": 80, "heads": (6, 2)}, 70),
     "groups": (EXACT | ROTARY | {"trained_length": 4096}, {}, 330),
+    # Chunks of 32 tokens.
+    "256 columns": (EXACT | ROTARY | {"trained_length": 12}, {"dim": 256}, 70),
+    "128 features": ({**EXACT, "num_features": 128} | ROTARY, {"dim": 32, "heads": (6, 2)}, 100),
 }
 RUNS = [
     *((name, torch.float32, False) for name in CASES),
     *(("grouped heads", torch.bfloat16, False), ("many keys", torch.float32, True)),
+    *(("256 columns", torch.bfloat16, False), ("128 features", torch.float32, True)),
     *(("without exact keys", torch.float32, True), ("groups", torch.float32, True)),
 ]
 

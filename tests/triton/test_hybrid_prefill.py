@@ -88,7 +88,7 @@ def test_the_choice_is_that_of_one_key_after_the_other(order, count, before, mon
     scores = torch.cat((*line, torch.full((2, window - before), -torch.inf), new), dim=1)[:, : count + length]
     old = [x[:, None, :, None].contiguous() if before else None for x in (kept_score, kept_age.int())]
     score = score[:, None, :, None]
-    how = {"before": before, "length": length, "window": window, "count": count}
+    how = {"before": before, "length": length, "window": window, "count": count, "chunk": 64}
     leave, gone, listed, counts = triton_prefill.choose(score, visible, *old, score.stride()[:3], **how)
     for row, numbers in enumerate(scores.tolist()):
         ends, expected_gone = chosen(numbers, count, length)
@@ -99,6 +99,18 @@ def test_the_choice_is_that_of_one_key_after_the_other(order, count, before, mon
             first, end = min(64 * k, length), min(64 * k + 64, length)
             seen = [i for i in range(count + end) if is_key[i] and ends[i] > max(first, i - count)]
             assert listed[row, k, : counts[row, k]].tolist() == seen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("shared", "fits"), [(232_448, True), (101_376, False)])
+def test_a_gpu_reads_what_fits_into_its_shared_memory(shared, fits, monkeypatch):
+    """Of an H100 and of an RTX 4090: rows of 1,024 bytes; those of 512 fit into both."""
+    mechanism, _ = mechanisms(EXACT, torch.float32, dim=256, pairs=0)
+    ran = on_cuda(monkeypatch, shared)
+    mechanism(tokens(mechanism, 0, 20, torch.float32, dim=256))
+    assert bool(ran) == fits
+    mechanism.bfloat16()(tokens(mechanism, 0, 20, torch.bfloat16, dim=256))
+    assert len(ran) == 1 + fits
 
 
 @torch.no_grad()
