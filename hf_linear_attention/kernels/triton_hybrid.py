@@ -61,16 +61,17 @@ COUNT = 20  # the place of this number among the arguments of `TRAINING`
 
 
 @functools.cache
-def is_installed() -> bool:
-    """Whether there is a Triton to compile the kernels with."""
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
 def shared_memory(device: torch.device) -> int:
-    """The bytes of shared memory that a program on a GPU may have."""
+    """The bytes of shared memory that a program on a GPU may have; 0 without a Triton to compile it with."""
+    if importlib.util.find_spec("triton") is None:
+        return 0
     properties = torch.cuda.get_device_properties(device)
     return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
+@torch.compiler.assume_constant_result
+def _has_shared_memory(device: torch.device, least: int) -> bool:
+    return shared_memory(device) >= least
 
 
 def _columns(rows: Tensor) -> int:
@@ -86,7 +87,7 @@ def takes(
     Args:
         key_weight: `[Hkv, D, F]`, of the feature map whose function is `function`.
     """
-    if needs_plain(query) or not is_installed():
+    if needs_plain(query):
         return False
     if not query.ndim == key.ndim == value.ndim == sink_key.ndim == 4 or not key.shape[1]:
         return False  # torch says what is wrong
@@ -97,10 +98,10 @@ def takes(
         and all(x.dtype in DTYPES for x in (query, key, value))
         and 0 < columns <= MOST_COLUMNS
         and features <= min(MOST_FEATURES, MOST_WEIGHTS // columns)
-        and min(n for size, n in SHARED.items() if size >= row) <= shared_memory(query.device)
         and query.shape[1] // key.shape[1] <= MOST_GROUPS
         and sink_key.shape[2] <= MOST_SINKS
         and query.shape[0] > 0
+        and _has_shared_memory(query.device, next(least for size, least in SHARED.items() if size >= row))
     )
 
 
@@ -183,9 +184,11 @@ def scores(hidden: Tensor, weight: Tensor) -> Tensor | None:
 
     ValueError if the shapes or devices do not match.
     """
-    if torch.is_grad_enabled() or needs_plain(hidden) or not fla.is_on_cuda(hidden) or not is_installed():
+    if torch.is_grad_enabled() or needs_plain(hidden) or not fla.is_on_cuda(hidden):
         return None
     if hidden.dtype not in DTYPES or weight.dtype not in DTYPES or not 0 < weight.shape[0] <= MOST_SCORES:
+        return None
+    if not _has_shared_memory(hidden.device, 1):
         return None
     return OPERATORS.scores_on_cuda(hidden, weight)
 

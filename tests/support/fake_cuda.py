@@ -142,7 +142,7 @@ def treat_as_real() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("hf_linear_attention") and hasattr(module, "needs_plain"):
             module.needs_plain = lambda x: plain(real if isinstance(x, FakeTensor) else x)
-    triton_hybrid.is_installed, triton_hybrid.shared_memory = lambda: True, lambda device: 101_376
+    triton_hybrid.shared_memory = lambda device: 101_376
     recurrent = stand_in("recurrent")
     fla.is_on_cuda = hybrid.is_on_cuda = window.is_on_cuda = lambda x: x.device.type == "cuda"
     fla._kernels = lambda gated: (recurrent, stand_in("gla" if gated else "simple_gla"))
