@@ -34,6 +34,7 @@ from hf_linear_attention.training.data.file_checks import (
 )
 from hf_linear_attention.training.data.packing import IGNORED, Examples, Part, shorten
 from hf_linear_attention.training.data.processors import (
+    CHOOSING_LENGTH,
     default_length,
     load_processor,
     pad_token_id,
@@ -55,9 +56,7 @@ if TYPE_CHECKING:
 
 
 BATCH_TOKENS = 4096
-# The length of rows for the scores of exact keys, if there are tokens for several: in rows of 970, which are twice what
-# stays exact of 512 tokens, no key is older than that, and Qwen2.5-Coder-0.5B is used on more.
-SCORED_LENGTH, FEWEST_ROWS = 4096, 4
+FEWEST_ROWS = 4
 TEXT_COLUMN = "text"
 PAIR_COLUMNS: dict[str, Any] = {
     "text_column_name": "sentence1",
@@ -196,7 +195,7 @@ def _row_length(config: PreTrainedConfig, tokens: int, most: int | None = None) 
     """That of training, or more where exact keys are chosen and the model reads more; at most `most`."""
     length = default_length(config)
     if any(entry.get("num_exact_keys") for entry in entries_of(config.linear_attention)):
-        length = max(length, min(SCORED_LENGTH, tokens // FEWEST_ROWS, max_length_of(config) or SCORED_LENGTH))
+        length = max(length, min(CHOOSING_LENGTH, tokens // FEWEST_ROWS, max_length_of(config) or CHOOSING_LENGTH))
     return length if most is None else min(length, most)
 
 

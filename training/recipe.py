@@ -180,8 +180,8 @@ class DataArguments:
         "Column with the class, or the score of a pair.", "label", tasks=(*CLASSIFICATION, "embedding")
     )
     max_length: int | None = shared(
-        "Tokens in a sequence or block; default: 512, or twice the keys that stay exact, or fewer if the model accepts "
-        "fewer.",
+        "Tokens in a sequence or block; default: 512, or twice the keys that stay exact, or eight times up to 4,096 if "
+        "heads choose keys, or fewer if the model accepts fewer.",
         None,
         bounds=Bounds(least=2, below=2**24),
         tasks=TEXT_TASKS,

@@ -186,12 +186,16 @@ def test_tokens_are_kept_between_runs(build, files, tmp_path, monkeypatch, token
 
 
 def test_rows_are_longer_than_what_stays_exact(tokenizer, caplog):
-    """Twice as long by default, where the model reads so much; a shorter `--max_length` gets a warning."""
+    """Twice as long by default, or more if keys are chosen, where the model reads so much; a shorter `--max_length`
+    gets a warning.
+    """
     tokenizer, stock = copy.deepcopy(tokenizer), stock_config("llama", max_position_embeddings=4096)
     tokenizer.model_max_length = 10**6
     sizes = {"window_size": 300, "num_sinks": 4, "num_exact_keys": 700}
-    config = convert_config(stock, mechanism="hybrid", **sizes)
-    assert [sequence_length(recipe_of(), tokenizer, x) for x in (stock, config)] == [512, 2008]
+    config, few = (convert_config(stock, mechanism="hybrid", **sizes | x) for x in ({}, {"num_exact_keys": 5}))
+    none = convert_config(stock, mechanism="hybrid", window_size=1000, num_sinks=4)
+    lengths = [sequence_length(recipe_of(), tokenizer, x) for x in (stock, config, few, none)]
+    assert lengths == [512, 4096, 2472, 2008]
     config.max_position_embeddings = 1500
     assert sequence_length(recipe_of(), tokenizer, config) == 1500
     assert not caplog.messages
