@@ -101,8 +101,9 @@ def load_config(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
 
 
 def default_length(config: PreTrainedConfig) -> int:
-    """The largest of 512, twice the keys that stay exact, and if heads choose keys eight times these up to 4,096; or what
-    the model accepts if that is less.
+    """The largest of 512, twice the keys that stay exact, and if heads choose keys eight times these up to 4,096.
+
+    Or what the model accepts, if that is less.
 
     In shorter sequences there would be few far keys, or none, to learn from. Where layers differ, their mean counts.
     """
