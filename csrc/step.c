@@ -387,12 +387,20 @@ static const float *block_as_floats(const char *x, int64_t first, int64_t count,
     return space;
 }
 
-/* The products of `queries [groups, whole vectors]` with `count` keys from row `first` on, in `out [groups, row]`. */
+static int all_are(float number, const float *x, int64_t count) {
+    for (int64_t t = 0; t < count; t++)
+        if (x[t] != number) return 0;
+    return 1;
+}
+
+/* The products of `queries [groups, whole vectors]` with `count` keys from row `first` on, in `out [groups, row]`, of
+   whose first row an EMPTY number says that there is no key. */
 static void compare(const step_sizes *n, float *out, int64_t row, const char *keys, int64_t first, int64_t count,
                     const float *queries, float *space) {
     float found[BLOCK];
     for (int64_t t = 0; t < count; t += BLOCK) {
         int64_t rows = count - t < BLOCK ? count - t : BLOCK, columns = round_up(n->key_dim);
+        if (all_are(EMPTY, out + t, rows)) continue;
         const float *block = block_as_floats(keys, first + t, rows, n->key_dim, n->key_bytes, space);
         for (int64_t g = 0; g < n->groups; g++) {
             row_dot_products(found, block, queries + g * columns, 0, columns);
@@ -407,6 +415,9 @@ static void add_weighted_values(const step_sizes *n, float *out, const char *val
     int64_t width = n->width, stride = round_up(width);
     for (int64_t t = 0; t < count; t += BLOCK) {
         int64_t rows = count - t < BLOCK ? count - t : BLOCK, g = 0;
+        while (g < n->groups && all_are(0, weights + g * row + t, rows)) g++;
+        if (g == n->groups) continue;
+        g = 0;
         const float *block = block_as_floats(values, first + t, rows, width, n->value_bytes, space);
         for (; g + 2 <= n->groups; g += 2) {
             const float *from = weights + g * row + t;
@@ -417,6 +428,19 @@ static void add_weighted_values(const step_sizes *n, float *out, const char *val
     }
 }
 
+/* EMPTY in `logits [groups, window + sinks + exact]` of a head where the state has no key. */
+static void empty_places(const step_sizes *n, char **x, int64_t head, float *logits) {
+    char **new = x + STEP_NEW, **kept = x + STEP_NEW_KEPT;
+    const int32_t *age = (const int32_t *)kept[STEP_KEPT_AGE - STEP_KEPT_KEY];
+    int64_t first = head * n->exact, window = n->window, near = window + n->sinks, count = near + n->exact,
+            seen = *(const int64_t *)new[6];
+    for (int64_t j = 0; j < count; j++) {
+        int is_sink = j >= window && j < near;
+        int is_seen = is_sink ? j - window < seen : j < window ? new[3][j] == FAR_LATER : age[first + j - near] != 0;
+        for (int64_t g = 0; g < n->groups && !is_seen; g++) logits[g * count + j] = EMPTY;
+    }
+}
+
 /* Exact keys, behind window and sinks, are compared at most at the trained length, like sinks: then with the queries
    `moved` there, and keys moved to position 0. `logits [groups, window + sinks + exact]` and `block [BLOCK, columns]`
    are working space. */
@@ -424,11 +448,13 @@ static void attend_near(const step_sizes *n, char **x, int64_t head, const float
                         float *logits, float *block) {
     char **new = x + STEP_NEW, **kept = x + STEP_NEW_KEPT;
     int64_t window = n->window, near = window + n->sinks, count = near + n->exact, width = n->width, d = n->key_dim;
-    int64_t seen = *(const int64_t *)new[6], first = head * n->exact, columns = round_up(d);
+    int64_t first = head * n->exact, columns = round_up(d);
     int64_t farthest = moved == queries ? INT64_MIN : *(const int32_t *)x[STEP_POSITION] - n->trained_length;
     const int32_t *age = (const int32_t *)kept[STEP_KEPT_AGE - STEP_KEPT_KEY];
     const int32_t *position = (const int32_t *)kept[STEP_KEPT_POSITION - STEP_KEPT_KEY];
     float total, scaling = n->scaling, inverse[n->groups], space[d], turned_space[d], turn[2 * n->pairs + 1];
+    memset(logits, 0, 4 * n->groups * count);
+    empty_places(n, x, head, logits);
     compare(n, logits, count, new[1], head * window, window, queries, block);
     compare(n, logits + window, count, new[4], head * n->sinks, n->sinks, moved, block);
     compare(n, logits + near, count, kept[0], first, n->exact, queries, block);
@@ -440,11 +466,7 @@ static void attend_near(const step_sizes *n, char **x, int64_t head, const float
         for (int64_t g = 0; g < n->groups; g++) logits[g * count + j] = dot(moved + g * columns, key, d);
     }
     for (int64_t j = 0; j < n->groups * count; j++) logits[j] *= scaling;
-    for (int64_t j = 0; j < count; j++) {
-        int is_sink = j >= window && j < near;
-        int is_seen = is_sink ? j - window < seen : j < window ? new[3][j] == FAR_LATER : age[first + j - near] != 0;
-        for (int64_t g = 0; g < n->groups && !is_seen; g++) logits[g * count + j] = EMPTY;
-    }
+    empty_places(n, x, head, logits);
     float *out = (float *)x[STEP_NEAR] + head * n->groups * width;
     for (int64_t g = 0; g < n->groups; g++) {
         int64_t row = head * n->groups + g;
