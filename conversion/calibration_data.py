@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from hf_linear_attention._common.errors import TrainingError, UsageError
 from hf_linear_attention._common.reading import short
 from hf_linear_attention._common.special_tokens import special_token
-from hf_linear_attention.configuration_linear_attention import entries_of, is_causal_config, max_length_of
+from hf_linear_attention.configuration_linear_attention import is_causal_config, max_length_of
 from hf_linear_attention.conversion.output_folder import load_source_tokenizer
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.source import Source
@@ -35,6 +35,7 @@ from hf_linear_attention.training.data.file_checks import (
 from hf_linear_attention.training.data.packing import IGNORED, Examples, Part, shorten
 from hf_linear_attention.training.data.processors import (
     CHOOSING_LENGTH,
+    chooses_keys,
     default_length,
     load_processor,
     pad_token_id,
@@ -118,8 +119,8 @@ def _text_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code
 
 
 def keeps_exact_keys(plan: Plan) -> bool:
-    """Whether a layer chooses exact keys by scores, which need long texts."""
-    return any(entry.get("num_exact_keys") for entry in entries_of(plan.settings))
+    """Whether heads of a layer choose exact keys by scores, which are fitted to long texts."""
+    return chooses_keys(plan.settings)
 
 
 def _documentation_rows(config: PreTrainedConfig, tokenizer: Any, max_tokens: int) -> list[Batch]:
@@ -194,7 +195,7 @@ def _text_batches(
 def _row_length(config: PreTrainedConfig, tokens: int, most: int | None = None) -> int:
     """That of training, or more where exact keys are chosen and the model reads more; at most `most`."""
     length = default_length(config)
-    if any(entry.get("num_exact_keys") for entry in entries_of(config.linear_attention)):
+    if chooses_keys(config.linear_attention):
         length = max(length, min(CHOOSING_LENGTH, tokens // FEWEST_ROWS, max_length_of(config) or CHOOSING_LENGTH))
     return length if most is None else min(length, most)
 

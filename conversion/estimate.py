@@ -75,9 +75,8 @@ class Estimate:
             dtype = self.frozen if has_adapters else torch.float32
             size = (dtype.itemsize if has_adapters else 20) * self.base + logits
             size += (CHECKPOINT * self.depth + KEPT if again else KEPT * self.depth) * numbers
-            # The teacher is loaded before it gets the student's frozen weights in place of its own; what is saved is
-            # a copy in float32.
-            size = max(size, 2 * dtype.itemsize * self.base, (dtype.itemsize + 4) * self.base)
+            # The teacher is loaded before it gets the student's frozen weights in place of its own.
+            size = max(size, 2 * dtype.itemsize * self.base)
         return f"{self._time(products * tokens, dtype)} and {(size + IMPORTS) / 1e9:.1f} GB"
 
     def _time(self, products: float, dtype: torch.dtype) -> str:

@@ -667,7 +667,9 @@ def _keep(
 
 
 def chunk_of(features: int, *rows: Tensor) -> int:
-    """How many queries a program has, and keys at a time, so that blocks of these rows and of features are small."""
+    """How many queries a program has, and keys at a time: with rows of up to 512 bytes, at most 99,328 bytes of shared
+    memory, which all GPUs have from compute capability 8.0 on.
+    """
     return 64 if features <= 64 and max(wide(x.shape[3]) * x.element_size() for x in rows) <= 256 else 32
 
 

@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def treat_as_real() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("hf_linear_attention") and hasattr(module, "needs_plain"):
             module.needs_plain = lambda x: plain(real if isinstance(x, FakeTensor) else x)
-    triton_hybrid.shared_memory = lambda device: 101_376
+    triton_hybrid.shared_memory = functools.cache(lambda device: 101_376)
     recurrent = stand_in("recurrent")
     fla.is_on_cuda = hybrid.is_on_cuda = window.is_on_cuda = lambda x: x.device.type == "cuda"
     fla._kernels = lambda gated: (recurrent, stand_in("gla" if gated else "simple_gla"))
@@ -277,7 +278,8 @@ def compiled(model: Any) -> dict[str, list[str]]:
         graphs.append(graph)
         return graph.forward
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", "Dynamo detected a call to a `functools.lru_cache`")
         to_fake(model, torch.bfloat16)
         ids = torch.zeros(1, 64, dtype=torch.long, device="cuda")
         for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=128)):

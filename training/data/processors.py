@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from transformers import (
     AutoConfig,
@@ -108,10 +109,14 @@ def default_length(config: PreTrainedConfig) -> int:
     In shorter sequences there would be few far keys, or none, to learn from. Where layers differ, their mean counts.
     """
     positions = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
-    exact, settings = mean_exact_tokens(config), entries_of(getattr(config, "linear_attention", ()))
-    chooses = any((entry or {}).get("num_exact_keys") for entry in settings)
-    longer = min(8 * exact, CHOOSING_LENGTH) if chooses else 0
+    exact = mean_exact_tokens(config)
+    longer = min(8 * exact, CHOOSING_LENGTH) if chooses_keys(getattr(config, "linear_attention", ())) else 0
     return int(min(max(DEFAULT_MAX_LENGTH, 2 * exact, longer), positions))
+
+
+def chooses_keys(settings: Any) -> bool:
+    """Whether heads of a layer choose exact keys by scores, with these settings of `config.linear_attention`."""
+    return any((entry or {}).get("num_exact_keys") for entry in entries_of(settings))
 
 
 def mean_exact_tokens(config: PreTrainedConfig) -> int:
