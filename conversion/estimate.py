@@ -73,10 +73,10 @@ class Estimate:
             # the teacher's and the student's forward pass, and gradients of activations, and of weights
             products = (self.layers + self.output) * (3 if has_adapters else 4) + self.layers * again
             dtype = self.frozen if has_adapters else torch.float32
-            size = (dtype.itemsize if has_adapters else 20) * self.base + logits
+            # With adapters, the teacher has frozen weights of its own while they are loaded, and what is saved is read
+            # again beside the student.
+            size = (2 * dtype.itemsize if has_adapters else 20) * self.base + logits
             size += (CHECKPOINT * self.depth + KEPT if again else KEPT * self.depth) * numbers
-            # The teacher is loaded before it gets the student's frozen weights in place of its own.
-            size = max(size, 2 * dtype.itemsize * self.base)
         return f"{self._time(products * tokens, dtype)} and {(size + IMPORTS) / 1e9:.1f} GB"
 
     def _time(self, products: float, dtype: torch.dtype) -> str:
