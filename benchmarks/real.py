@@ -11,10 +11,12 @@ a part of its memory taken away:
     random scores   exact keys that are chosen by random weights of the hidden state
 
 "gap" is what is left of the gap between window and original, (student - original) / (window - original), on the same
-tokens; ± is the standard error of the paired difference to the window. "key tokens" has the nats of those that need the
+tokens from the last power of two on; "low" and "high" are its 95 % interval by a paired bootstrap of blocks of 64
+tokens. "kl" is the divergence from the original there. "key tokens" has the nats of those that need the
 context, by the thresholds of LongPPL (Fang 2024, arXiv:2410.23771): the original gives them a probability of more than
-e^-2, and e^2 times as much as the window does. Windows of text do not overlap. On two cores without AMX, a row of 4,096
-tokens takes Qwen2.5-Coder-0.5B one to three minutes.
+e^-2, and e^2 times as much as the window does. Windows of text do not overlap. Models have the dtype of their
+checkpoint where the processor multiplies it; on two cores without bfloat16, a row of 4,096 tokens takes
+Qwen2.5-Coder-0.5B one to three minutes.
 
 With `--tasks`, a column is the share of values that each model finds again in contexts of `--length` tokens;
 `benchmarks.retrieval` has the tasks, and does the same with the caches of kvpress.
@@ -32,21 +34,27 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.retrieval import TASKS, Context
 from hf_linear_attention import convert
-from hf_linear_attention.conversion.calibration_data import data_recipe
-from hf_linear_attention.conversion.quality import SameBytes, load_models, windows_of_same_bytes
+from hf_linear_attention._common.devices import multiplies_bfloat16
+from hf_linear_attention._common.logs import progress
+from hf_linear_attention.conversion.quality import SameBytes, windows_of_same_bytes
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.training.data.batches import Batch, aligned_labels
+from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import bos_of
 from hf_linear_attention.training.evaluation import retention
-from hf_linear_attention.training.losses.output_layer import ByRow
+from hf_linear_attention.training.losses.divergence import divergence
+from hf_linear_attention.training.losses.output_layer import ByRow, Rows
 from hf_linear_attention.training.models import checkpoint_dtype
 
 
 SINKS, KEY = 4, 2.0
+BLOCK, DRAWS = 64, 1000  # of the bootstrap
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -83,11 +91,17 @@ def altered(student: Any, control: str) -> Iterator[None]:
             parameter.data.copy_(value)
 
 
+def loaded(folder: str | Path) -> Any:
+    """A model in the dtype of its checkpoint where this processor multiplies it, and in float32 elsewhere."""
+    dtype = "auto" if multiplies_bfloat16("cpu") else torch.float32
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
 def compared(original: str, students: Sequence[Path], has_controls: bool) -> Iterator[tuple[str, Any]]:
     """The original, the window of the bytes of each student, each student, and its controls, with their names."""
     seen = set[str]()
     for folder in students:
-        student, teacher = load_models(data_recipe(str(folder), "causal_lm", original), folder)
+        teacher, student = loaded(original), loaded(folder)
         dtype = getattr(torch, checkpoint_dtype("causal_lm", str(folder), False))
         length = student.config.max_position_embeddings
         found = [w for w in windows_of_same_bytes(teacher, student, length, dtype) if w.num_sinks == SINKS]
@@ -112,11 +126,35 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     windows = retention.separate_windows(np.array(ids[:wanted]), options.length, bos_of(tokenizer))
     batches = retention.batches_of(windows, options.length, 0)
     rows, found = dict[str, Tensor](), dict[str, dict[str, float]]()
+    teacher: list[Rows] = []
     tasks = {name: [*map(with_answers, TASKS[name](tokenizer, options.length))] for name in options.tasks}
     for name, model in compared(options.model, options.students, not options.no_controls):
-        rows[name] = retention.nats_of(model, batches)
+        teacher = teacher or outputs_of(model, batches)
+        rows[name] = nats_and_divergence(model, batches, teacher)
         found[name] = {task: values_found(model, contexts) for task, contexts in tasks.items()}
-    return {"position": retention.target_positions(batches), "nats": rows, "found": found}
+    nats, kl = ({name: x[:, column] for name, x in rows.items()} for column in (0, 1))
+    return {"position": retention.target_positions(batches), "nats": nats, "kl": kl, "found": found}
+
+
+@torch.no_grad()
+def outputs_of(model: Any, batches: Sequence[Batch]) -> list[Rows]:
+    """What the logits of each batch are made of."""
+    by_row = ByRow(model)
+    return [by_row.rows(batch) for batch in progress(batches, "measuring")]
+
+
+def nats_and_divergence(model: Any, batches: Sequence[Batch], teacher: Sequence[Rows]) -> Tensor:
+    """The nats of every target and KL(teacher || model) there, `[targets, 2]` in float64."""
+    parts = []
+    for batch, yours, mine in zip(batches, teacher, outputs_of(model, batches), strict=True):
+        labels = aligned_labels(batch, "causal_lm").flatten()
+
+        def look(logits: Tensor, rows: Tensor, yours: Rows = yours, labels: Tensor = labels) -> Tensor:
+            nats = F.cross_entropy(logits.float(), labels[rows], reduction="none")
+            return torch.stack([nats, divergence(logits.float(), yours(rows).float())], dim=-1)
+
+        parts.append(mine.read((labels != IGNORED).nonzero().squeeze(-1), look).double())
+    return torch.cat(parts)
 
 
 def with_answers(context: Context) -> tuple[Tensor, list[range]]:
@@ -159,14 +197,22 @@ def table(found: dict[str, Any], length: int) -> list[dict[str, Any]]:
             figures[f"{first}-{last - 1}"] = nats[here].mean().item()
         here = position >= edges[-2]
         if window is not None:
-            difference, original = (nats - window)[here], teacher[here].mean().item()
-            gap = window[here].mean().item() - original
             is_key = (teacher < KEY) & (window - teacher > KEY)
             figures["key tokens"] = nats[is_key].mean().item()
-            figures["gap"] = (nats[here].mean().item() - original) / gap
-            figures["±"] = (difference.std() / len(difference) ** 0.5).item() / gap
+            figures |= gap_left(nats[here], window[here], teacher[here])
+        figures["kl"] = found["kl"][name][here].mean().item()
         rows.append(figures | found["found"][name])
     return rows
+
+
+def gap_left(mine: Tensor, window: Tensor, original: Tensor) -> dict[str, float]:
+    """The share of the gap between window and original that is left, by nats of the same targets; its interval."""
+    sums = torch.stack([torch.stack([part.sum() for part in x.split(BLOCK)]) for x in (mine, window, original)])
+    places = torch.randint(sums.shape[1], (DRAWS, sums.shape[1]), generator=torch.Generator().manual_seed(0))
+    drawn = torch.cat([sums.sum(1, keepdim=True), sums[:, places].sum(-1)], dim=1)
+    whole, *shares = ((drawn[0] - drawn[2]) / (drawn[1] - drawn[2])).tolist()
+    low, high = np.quantile(shares, [0.025, 0.975])
+    return {"gap": whole, "low": float(low), "high": float(high)}
 
 
 def printed(rows: list[dict[str, Any]]) -> str:

@@ -236,5 +236,19 @@ def test_key_tokens_need_the_context():
         "window of 9 tokens": torch.tensor([4.0, 2.9, 9.0, 2.6]),
         "student": torch.tensor([2.0, 1.0, 8.0, 1.0]),
     }
-    rows = real.table({"position": torch.arange(4), "nats": nats, "found": defaultdict(dict)}, 4)
+    kl = {name: torch.zeros(4) for name in nats}
+    rows = real.table({"position": torch.arange(4), "nats": nats, "kl": kl, "found": defaultdict(dict)}, 4)
     assert [row["key tokens"] for row in rows] == [0.75, pytest.approx(3.3), 1.5]
+
+
+def test_the_interval_of_a_gap_is_that_of_blocks_of_tokens():
+    """Of one student a quarter is left everywhere; of the other on average, but in each block all or nothing."""
+    original, window, blocks = torch.zeros(64 * 100), torch.ones(64 * 100), (torch.rand(100) < 0.25).float()
+    same = real.gap_left(window / 4, window, original)
+    assert same == {name: pytest.approx(0.25) for name in ("gap", "low", "high")}
+    found = real.gap_left(blocks.repeat_interleave(64), window, original)
+    share, error = blocks.mean().item(), blocks.std().item() / 10
+    assert found["gap"] == pytest.approx(share)
+    # Quantiles of 1,000 draws are known to some .15 of the standard error.
+    assert found["low"] == pytest.approx(share - 1.96 * error, abs=0.3 * error)
+    assert found["high"] == pytest.approx(share + 1.96 * error, abs=0.3 * error)

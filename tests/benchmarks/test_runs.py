@@ -150,6 +150,20 @@ def test_real(tmp_path, capsys):
 
 
 @pytest.mark.benchmarks
+def test_texts(tmp_path, monkeypatch):
+    """Each package has its part of the text to fit, and a later one of the text to train on."""
+    texts = importlib.import_module("benchmarks.texts")
+    monkeypatch.setattr(texts, "at_commit", lambda folder, suffix: f"{folder} {suffix}")  # a clone may lack it
+    texts.main([str(tmp_path)])
+    fit, train = ((tmp_path / name).read_text() for name in ("fit.txt", "train.txt"))
+    packages = [texts.source_of(name) for name in texts.FITTED]
+    assert fit == "".join(text[: texts.FIT] for text in packages)
+    assert all(text[texts.GAP :][:1000] in train for text in packages)
+    assert (tmp_path / "prose.txt").read_text() == "docs .md"
+    assert {path.name for path in tmp_path.iterdir()} == set(texts.HASHES)
+
+
+@pytest.mark.benchmarks
 def test_real_speed(tmp_path):
     """Each student stands beside the original in both tables, with grouped heads in a checkpoint's own dtype."""
     save_twin(tmp_path / "source", "llama", "AutoModelForCausalLM", max_position_embeddings=256)
