@@ -293,9 +293,16 @@ def calibrated(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]
     count = calibration_tokens(conversion)
     try:
         with ready_to_compute(model):
-            tokens = within_memory(lambda rows: calibrate(model, progress(rows, "calibrating")), inputs.batches(count))
+            batches = inputs.batches(count)
+            tokens = within_memory(lambda rows: calibrate(model, progress(rows, "calibrating")), batches)
     except NotImplementedError as error:
         raise UsageError(f"{conversion.plan.mechanisms} with these settings needs calibration, but {error}") from error
+    if tokens < count / 2 and keeps_exact_keys(conversion.plan):
+        logger.warning(
+            "%s has %s tokens; up to %s are read, and with fewer the scores of exact keys fit other texts worse: give "
+            "a longer text",
+            *(inputs.name, f"{tokens:,}", f"{count:,}"),
+        )
     return {"inputs": inputs.name, "tokens": tokens}
 
 

@@ -39,7 +39,7 @@ from hf_linear_attention.training.distributed import disconnect, first_alone
 from hf_linear_attention.training.presets import STAGES, stages_of
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tasks import unit_of
-from hf_linear_attention.training.tracking import METRICS, units_per_second
+from hf_linear_attention.training.tracking import METRICS, read_metrics, units_per_second
 
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def _finish(conversion: Conversion, training: Training) -> None:
 
 def _name_runs(folder: Path, training: Training) -> None:
     """Name the stages in the training history, instead of the folders between them, which will be deleted, and keep
-    their speed."""
+    their speed and the figures with which they began."""
     runs = training_history(str(folder))
     stages = stages_of(training.preset, training.given["task"])
     trained = training.work / TRAINED
@@ -189,6 +189,8 @@ def _name_runs(folder: Path, training: Training) -> None:
         del run_["training"]["model_name_or_path"]
         place = trained if number == len(stages) else trained / STAGES / f"{number}-{stage.name}"
         run_["per_second"] = units_per_second(place / METRICS)
+        begin = next((event for event in read_metrics(place / METRICS) if event["step"] == 0), {})
+        run_["before"] = {x: begin[x] for x, end in run_["metrics"].items() if begin.get(x) not in (None, end)}
         run_["training"] = {"preset": training.preset.name, "stage": stage.name, **run_["training"]}
     (folder / HISTORY).write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
 
@@ -201,7 +203,8 @@ def _describe(conversion: Conversion, training: Training) -> str:
     unit = unit_of(task)
     lines = [f"Trained in {len(training_history(str(final)))} stages:"]
     for run_ in training_history(str(final)):
-        figures = "".join(f", {name} {format_value(value)}" for name, value in run_["metrics"].items())
+        before = {name: f" ({format_value(value)} before)" for name, value in run_["before"].items()}
+        figures = "".join(f", {name} {format_value(x)}{before.get(name, '')}" for name, x in run_["metrics"].items())
         lines.append(f"  {run_['training']['stage']}: {run_['training'][unit]:,} {unit}{figures}")
     if report["quality"] is not None:
         lines += ["", figures_of(report["quality"]).text()]

@@ -143,6 +143,16 @@ def test_scores_are_fitted_on_long_rows(tokens, rows, tmp_path):
     assert max(batch["input_ids"].shape[1] for batch in found) == 512
 
 
+@pytest.mark.parametrize(("lines", "is_short"), [(200, True), (2000, False)])
+def test_a_short_text_gets_a_warning(lines, is_short, llama, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("keys that later tokens look for are kept\n" * lines)
+    words = ("--model_name_or_path", llama, "--output_dir", tmp_path / "out", "--no_verify")
+    code, _, err = run(*words, "--calibration_file", text)
+    assert code == 0
+    assert ("with fewer the scores of exact keys fit other texts worse: give a longer text" in err) is is_short
+
+
 def test_rows_without_memory_are_halved(llama, tmp_path, monkeypatch):
     """The fit starts again, with the same tokens; if no row fits, that is said, and nothing is left."""
     lengths, counts, fit = [], [], pipeline.calibrate

@@ -105,6 +105,12 @@ def test_it_converts_trains_and_measures(whole, trained, llama):
     assert [layer["layer"] for layer in before] == [layer["layer"] for layer in after] == [0, 1, 2]
     assert before != after
     assert all(entry["per_second"] > 0 for entry in runs)
+    # each stage says what it gained: the second one begins with the figures of the first
+    begins = [entry["before"]["eval_nats_per_token"] for entry in runs]
+    assert begins[1] == pytest.approx(runs[0]["metrics"]["eval_nats_per_token"], rel=1e-6) != begins[0]
+    for begin, entry in zip(begins, runs, strict=True):
+        figures = f"eval_nats_per_token {entry['metrics']['eval_nats_per_token']:.4g} ({begin:.4g} before)"
+        assert figures in trained["stdout"]
 
 
 @pytest.mark.long
@@ -132,6 +138,27 @@ def kill_at(place: str, command: list[str], tmp_path: Path) -> None:
     process.kill()
     assert processes.finish([process]) == [-signal.SIGKILL], (tmp_path / "stderr-0").read_text()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_while_scores_are_fitted_has_the_same_result(llama, texts, tmp_path):
+    """The fit starts again, and nothing is left of the first one."""
+    words = ["--model_name_or_path", llama, "--calibration_file", texts / "train.txt", "--no_verify"]
+    command = [str(word) for word in [*words, "--output_dir", tmp_path / "out"]]
+    (process,) = processes.start(processes.convert, tmp_path / "cache", command, stderr=tmp_path / "stderr")
+    said = tmp_path / "stderr-0"
+    while process.is_alive() and not (said.exists() and "calibrating on" in said.read_text()):
+        time.sleep(0.02)
+    process.kill()
+    assert processes.finish([process]) == [-signal.SIGKILL], said.read_text()
+    assert not (tmp_path / "out").exists()
+    found = []
+    for folder in (tmp_path / "out", tmp_path / "other"):
+        code, _, err = run(*words, "--output_dir", folder)
+        assert code == 0, err
+        found.append((folder / "model.safetensors").read_bytes())
+    assert found[0] == found[1]
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "other", "stderr-0", "cache"}
 
 
 @pytest.mark.long

@@ -130,14 +130,14 @@ def sequence_length(recipe: Recipe, processor: Processor, config: PreTrainedConf
     length, positions = recipe.data.max_length, getattr(config, "max_position_embeddings", None)
     if length is None:
         default = default_length(config)
-        return int(min(default, getattr(processor, "model_max_length", default)))
-    if positions and length > positions:
+        length = int(min(default, getattr(processor, "model_max_length", default)))
+    elif positions and length > positions:
         logger.warning("`--max_length %d` is more than the model's %d positions", length, positions)
     kind = getattr(config, "stock_model_type", config.model_type)
     if length <= (exact := mean_exact_tokens(config)) and is_causal_config(config, kind):
         logger.warning(
-            "`--max_length %d` is not more than the %d tokens that stay exact, so nothing is learnt of far keys; give "
-            "at least %d",
+            "rows have %d tokens, not more than the %d that stay exact, so nothing is learnt of far keys; give "
+            "`--max_length %d` or more",
             length,
             exact,
             2 * exact,

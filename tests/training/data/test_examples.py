@@ -186,8 +186,8 @@ def test_tokens_are_kept_between_runs(build, files, tmp_path, monkeypatch, token
 
 
 def test_rows_are_longer_than_what_stays_exact(tokenizer, caplog):
-    """Twice as long by default, or more if keys are chosen, where the model reads so much; a shorter `--max_length`
-    gets a warning.
+    """Twice as long by default, or more if keys are chosen, where the model reads so much; a shorter `--max_length` or
+    limit of the tokenizer gets a warning.
     """
     tokenizer, stock = copy.deepcopy(tokenizer), stock_config("llama", max_position_embeddings=4096)
     tokenizer.model_max_length = 10**6
@@ -200,4 +200,7 @@ def test_rows_are_longer_than_what_stays_exact(tokenizer, caplog):
     assert sequence_length(recipe_of(), tokenizer, config) == 1500
     assert not caplog.messages
     assert sequence_length(recipe_of(max_length=1004), tokenizer, config) == 1004
-    assert "the 1004 tokens that stay exact" in caplog.text
+    assert "rows have 1004 tokens, not more than the 1004 that stay exact" in caplog.text
+    tokenizer.model_max_length = 900
+    assert sequence_length(recipe_of(), tokenizer, config) == 900
+    assert "rows have 900 tokens, not more than the 1004 that stay exact" in caplog.text
