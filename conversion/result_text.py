@@ -159,7 +159,11 @@ def _state_text(plan: Plan) -> str:
     if plan.head.task == "causal_lm" and plan.state_bytes:
         cache = sum(layer.cache_bytes_per_token for layer in plan.layers if layer.state_bytes)
         lengths = sorted({1024, 8192, max_length_of(plan.config) or 32768})
-        shares = ", ".join(f"{plan.state_bytes / (cache * length):.2g} times that of {length:,}" for length in lengths)
+        sizes_of = {length: cache * length for length in lengths}
+        shares = ", ".join(
+            f"{plan.state_bytes / size:.2g} times that of {length:,} ({size / 1e6:,.3g} MB)"
+            for length, size in sizes_of.items()
+        )
         text += f" (the size of a key-value cache of {plan.state_bytes // cache} tokens: {shares})"
     if others:
         kinds = {"a sliding window": plan.num_bounded, "a cache that grows": others - plan.num_bounded}

@@ -13,6 +13,7 @@ from matrix import FAMILY_ROWS
 from hf_linear_attention import convert
 from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.conversion.plan import make_plan
+from hf_linear_attention.conversion.result_text import describe
 from hf_linear_attention.conversion.source import Source, open_source
 
 
@@ -44,6 +45,21 @@ def test_state_bytes_are_those_of_the_dtype_of_the_checkpoint(tmp_path):
         window = {"mechanism": "window", "window_size": 4}  # whose keys and values are kept as they are
         sizes.append(make_plan(open_source(str(tmp_path / str(dtype))), window).layers[0].state_bytes)
     assert sizes[1] < sizes[0]
+
+
+def test_the_plan_compares_the_state_with_caches(tmp_path):
+    """In bytes: of 1,024 tokens, of 8,192 and of the trained length."""
+    stock = save_twin(tmp_path / "source", "llama", max_position_embeddings=4096)
+    source = open_source(str(tmp_path / "source"))
+    plan, config = make_plan(source, {"mechanism": "hybrid", "state_tokens": 128}), stock.config
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    text = describe(plan, source)
+    assert (
+        f"{plan.state_bytes:,} in all, per sequence of any length (the size of a key-value cache of 127 tokens" in text
+    )
+    for length in (1024, 4096, 8192):
+        share, size = plan.state_bytes / (per_token * length), per_token * length / 1e6
+        assert f"{share:.2g} times that of {length:,} ({size:.3g} MB)" in text
 
 
 def test_dry_run_reads_no_tensor_and_writes_nothing(llama, tmp_path, monkeypatch):

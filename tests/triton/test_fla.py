@@ -70,11 +70,19 @@ def test_linear_attention_is_the_oracle(dtype, recurs, log_features, has_decay, 
 
 
 @pytest.mark.parametrize(
-    ("per_feature", "dtype"), [(False, torch.float32), (False, torch.bfloat16), (True, torch.float32)]
+    ("per_feature", "dtype", "is_refused"),
+    [
+        *((False, torch.float32, False), (False, torch.bfloat16, False), (True, torch.float32, False)),
+        (False, torch.float32, True),
+    ],
 )
-def test_the_chunked_delta_rule_is_the_oracle(per_feature, dtype):
+def test_the_chunked_delta_rule_is_the_oracle(per_feature, dtype, is_refused, monkeypatch):
+    """A decay per head is one per feature where fla refuses its gradients."""
+    monkeypatch.setattr(kernels_fla, "refuses_decay_per_head", lambda: is_refused)
+    if is_refused:
+        monkeypatch.setattr("fla.ops.gated_delta_rule.chunk.chunk_bwd_dqkwg", None)
     # In the interpreter the kernels for a decay per feature take half a second per token.
-    tensors = sample(20 if per_feature else 70, per_feature, dtype=dtype, heads=(2, 1))
+    tensors = sample(20 if per_feature or is_refused else 70, per_feature, dtype=dtype, heads=(2, 1))
     expected = values_and_gradients(reference.gated_delta, tensors)
     bound = 1e-5 if dtype == torch.float32 else 1.5e-2
     assert_close(values_and_gradients(gated_delta, tensors), expected, [bound] * 8)
@@ -87,3 +95,14 @@ def test_the_recurrent_delta_rule_is_the_oracle(per_feature):
     tensors, mask = sample(length, per_feature, 50.0), torch.rand(2, length) > 0.3
     actual = gated_delta(**tensors, key_mask=mask)
     assert_close(actual, reference.gated_delta(**tensors, key_mask=mask), [2e-6, 2e-6])
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "expected"),
+    [("3.6.0", 9, True), ("3.3.1", 9, False), ("3.7.1", 9, False), ("3.6.0", 8, False)],
+)
+def test_where_gradients_of_a_decay_per_head_are_refused(version, capability, expected, monkeypatch):
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    assert kernels_fla.refuses_decay_per_head.__wrapped__() is expected
