@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 
 from ..torch_kernels.blocks import is_on_cuda
@@ -124,7 +125,7 @@ def _kernels(gated: bool) -> tuple[Callable[..., Any], Callable[..., Any]] | Non
     """The recurrent and the chunked kernel of fla, without gates or with one for every token and feature.
 
     None if fla-core or triton is missing or too old to have them. A gate per head alone would be faster, but fla
-    refuses its gradients on Hopper with Triton 3.4 to 3.7.
+    refuses its gradients where `refuses_decay_per_head`.
     """
     with without_models():
         try:
@@ -172,20 +173,34 @@ def takes_on_gpu(
 
 
 def _is_recurrent(query: Tensor, *others: Tensor | None) -> bool:
-    is_short = query.shape[2] <= LONGEST_RECURRENT
-    needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, *others))
-    return is_short and not needs_gradient
+    return query.shape[2] <= LONGEST_RECURRENT and not _needs_gradient(query, *others)
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+@functools.cache
+def refuses_decay_per_head() -> bool:
+    """Whether fla refuses gradients of the delta rule with a decay per head: on Hopper, by Triton 3.4 to 3.7.0."""
+    from triton import __version__ as version
+
+    is_miscompiled = Version("3.4") <= Version(version) < Version("3.7.1")
+    return is_miscompiled and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def delta_on_gpu(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`torch_kernels.delta.plain_delta` with `erases` on CUDA in float32; blocks of bfloat16 values are bfloat16."""
+    given = query, key, value, log_decay, beta, state
+    if log_decay.ndim == 3 and _needs_gradient(*given) and refuses_decay_per_head():
+        log_decay = log_decay.unsqueeze(-1).expand_as(key)
     kernels = _delta_kernels(log_decay.ndim == 4)
     if kernels is None:
         raise ImportError("fla-core or triton is missing; call `takes_on_gpu` first.")
     groups, (features, width) = query.shape[1] // key.shape[1], (key.shape[3], value.shape[3])
-    is_recurrent = _is_recurrent(query, key, value, log_decay, beta, state)
+    is_recurrent = _is_recurrent(*given)
     # float16 would overflow where the state grows.
     dtype = torch.bfloat16 if value.dtype == torch.bfloat16 and not is_recurrent else torch.float32
     log_decay, beta = repeated(log_decay.float(), groups), repeated(beta.float(), groups)
