@@ -158,9 +158,9 @@ def computed(mechanism: AttentionMechanism, dtype: torch.dtype, device: str, len
     return found
 
 
-def values(run: Run, name: str) -> None:
-    """Outputs, gradients and decoding steps against float64 on the CPU."""
-    shape = run.sizes.shape if run.device == "cpu" else (4, 2, 64, 128)
+def values(run: Run, name: str, width: int = 64) -> None:
+    """Outputs, gradients and decoding steps against float64 on the CPU, of heads of this width on a GPU."""
+    shape = run.sizes.shape if run.device == "cpu" else (4, 2, width, 128)
     own = mechanism_of(run, name, shape)
     exact, length = copy.deepcopy(own).double(), run.sizes.value_length
     mask = torch.ones(2, length, dtype=torch.bool)
@@ -168,7 +168,7 @@ def values(run: Run, name: str) -> None:
     for given in (None, mask):
         expected = computed(exact, torch.float64, "cpu", length, given)
         for dtype in (torch.bfloat16, torch.float16, torch.float32)[:: 1 if run.device == "cuda" else 2]:
-            about = {"case": name, "dtype": str(dtype)[6:], "padding": given is not None}
+            about = {"case": name, "width": shape[2], "dtype": str(dtype)[6:], "padding": given is not None}
             try:
                 actual = computed(copy.deepcopy(own).to(run.device, dtype), dtype, run.device, length, given)
             except Exception as error:
@@ -433,6 +433,7 @@ def jobs(run: Run) -> list[list[Job]]:
     return [
         [(machine, ())],
         [(values, (name,)) for name in MECHANISMS],
+        *([[(values, ("hybrid", width)) for width in (80, 96, 128, 256)]] if on_gpu else []),
         *([(step, ("hybrid", *sizes))] for sizes in run.sizes.steps),
         *([(softmax_step, sizes)] for sizes in run.sizes.steps),
         *([(attention, (name, trains))] for trains in (False, True) for name in timed),

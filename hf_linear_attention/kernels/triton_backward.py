@@ -88,6 +88,14 @@ def _map_rows(
 
 
 @triton.jit
+def _whole(x):
+    """The sum of a vector as a block of one number. For sm_100, Triton 3.7 does not compile the sum of what a product
+    has made if it is a scalar ("parent layout must have at least rank >= 2").
+    """
+    return tl.sum(x[:, None], 0)
+
+
+@triton.jit
 def _of_far_queries(
     query, value, visible, position, order, frequencies, query_weight, log_decay, log_scale, norm_weight, gone,
     starts, exponents, states, out, grad_out, size, delta, query_exponents, grad_query, of_maps,
@@ -136,7 +144,7 @@ def _of_far_queries(
     if starts is not None:
         begin = tl.load(starts + b * N + n, mask=real, other=N)
         of_features = tl.where((begin < k * C)[:, None], of_features, 0.0)
-    of_decay = tl.sum(tl.sum(of_features, 1) * since, 0)
+    of_decay = _whole(tl.sum(of_features, 1) * since)
     # Those displaced in it.
     g = _gone_at(n, gone + bh * N, visible + b * N, 0, N, W, M)
     e = tl.load(exponents + (bh * N + n)[:, None] * F + f[None, :], mask=inside, other=EMPTY)
@@ -154,11 +162,12 @@ def _of_far_queries(
     q, x = _map_rows(query, position, frequencies, t, c, k, N, query_row, D, C, PAIRS, FIRST, INTERLEAVED)
     sums, norm = tl.sum(of_features, 1), tl.sum(q * q, 1)
     of_maps += (head.to(tl.int64) * K + k) * (D * F + 3)
+    numbers = of_maps + D * F + tl.arange(0, 1)
     of_weight = tl.dot(tl.trans(x * root), of_features, input_precision=FAR)
     tl.store(of_maps + c[:, None] * F + f[None, :], of_weight, mask=inside_weight)
-    tl.store(of_maps + D * F, tl.sum(sums, 0))
-    tl.store(of_maps + D * F + 1, -scaling / 2 * tl.sum(sums * norm, 0))
-    tl.store(of_maps + D * F + 2, of_decay)
+    tl.store(numbers, _whole(sums))
+    tl.store(numbers + 1, -scaling / 2 * _whole(sums * norm))
+    tl.store(numbers + 2, of_decay)
     weight = tl.load(weight_at, mask=inside_weight, other=0.0).to(tl.float32)
     grad = root * tl.dot(of_features, tl.trans(weight), input_precision=FAR)
     if FIRST < PAIRS:
@@ -401,14 +410,14 @@ def _of_far_keys(
     found = tl.dot(values.to(tl.float32), tl.trans(state), input_precision=FAR) - total[None, :]
     of_features = weights * found
     of_value = tl.dot(weights, state, input_precision=FAR)
-    of_decay = 0.0
+    of_decay = tl.zeros([1], tl.float32)
     if log_decay is not None:
         # The tokens between a key and a query: those after the key in its chunk, of whole chunks, and before the query.
-        of_decay = tl.sum(tl.sum(of_features, 1) * until, 0)
+        of_decay = _whole(tl.sum(of_features, 1) * until)
         before, total_before, largest = _load_sums(states + at, f, cv, F, V)
         length = (end - start).to(tl.float32)
         found = tl.sum(before * state, 1) - total_before * total
-        found = tl.sum(found * tl.exp(tl.minimum(largest + top + lam * length, 0.0)), 0)
+        found = _whole(found * tl.exp(tl.minimum(largest + top + lam * length, 0.0)))
         if starts is not None:
             found = tl.where(start_of_last < k * C, found, 0.0)
         of_decay += length * found
@@ -435,7 +444,7 @@ def _of_far_keys(
         slopes = decay * (slopes - tl.load(delta + of_head, mask=real, other=0.0)[:, None])
         if log_decay is not None:
             pairs *= slopes
-            of_decay += tl.sum(since * (tl.sum(pairs, 1) - tl.sum(pairs, 0)), 0)
+            of_decay += _whole(since * (tl.sum(pairs, 1) - tl.sum(pairs, 0)))
         of_features += weights * tl.dot(tl.trans(slopes), scale, input_precision=FAR)
     tl.store(far_value + (bh * N + n)[:, None] * V + cv[None, :], of_value, mask=there[:, None] & (cv < V)[None, :])
     # Back through the map.
@@ -460,9 +469,10 @@ def _of_far_keys(
     found = tl.dot(tl.trans(x), of_features, input_precision=FAR)
     tl.store(of_maps + c[:, None] * F + f[None, :], found, mask=(c < D)[:, None] & (f < F)[None, :])
     tl.store(of_maps + D * F + f, tl.sum(of_features, 0), mask=f < F)
-    tl.store(of_maps + D * F + F, -0.5 * tl.sum(sums * tl.sum(x * x, 1), 0))
+    numbers = of_maps + D * F + F + tl.arange(0, 1)
+    tl.store(numbers, -0.5 * _whole(sums * tl.sum(x * x, 1)))
     left = tl.load(order + g - M - W, mask=there, other=0)
-    tl.store(of_maps + D * F + F + 1, of_decay + tl.sum(sums * (came - left).to(tl.float32), 0))
+    tl.store(numbers + 1, of_decay + _whole(sums * (came - left).to(tl.float32)))
 
 
 @triton.jit
@@ -676,7 +686,7 @@ def run(
         counts, starts, grad_output, size, delta, grad_query, of_sinks,
         *of_query, *of_key, *of_value, *of_sink_key, *of_sink_value, *grad_query.stride()[:3],
         length, chunks, scaling, trained_length,
-        S=sinks, SP=wide(sinks), ROOM=room, C=chunk, BLOCK=chunk, CLAMPS=clamps, num_stages=2,
+        S=sinks, SP=wide(sinks), ROOM=room, C=chunk, BLOCK=chunk, CLAMPS=clamps, num_stages=2 if columns <= 128 else 1,
         PAIRS=pairs, INTERLEAVED=is_interleaved, **shared, **with_types,
     )  # fmt: skip
     given = query_exponents, grad_output, delta, order, starts, log_decay, group_sums

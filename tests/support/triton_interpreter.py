@@ -1,4 +1,4 @@
-"""Runs Triton kernels on CPU tensors: Triton's interpreter, put right where it differs from a GPU (triton 3.9.0).
+"""Runs Triton kernels on CPU tensors: Triton's interpreter, put right where it differs from a GPU (triton 3.7.1).
 
 Import this before any module that defines kernels, because `@triton.jit` decides when it decorates:
 
@@ -104,7 +104,12 @@ def _in_float32(operations):
     operations.apply_impl = lambda self, given: apply_impl(self, tuple(map(widened, given)))
 
 
-for _method in (binary_op, unary_op, cast_impl, create_dot):
+def get_bf16(self, value):
+    """A constant, which Triton 3.7 does not know."""
+    return _narrowed(np.array([value]))
+
+
+for _method in (get_bf16, binary_op, unary_op, cast_impl, create_dot):
     setattr(InterpreterBuilder, _method.__name__, _method)
 for _name in ("create_fp_ext", "create_fp_trunc", "create_si_to_fp", "create_fp_to_si"):
     setattr(InterpreterBuilder, _name, lambda self, src, dst_type: self.cast_impl(src, dst_type))

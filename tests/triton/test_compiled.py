@@ -13,23 +13,23 @@ import triton_interpreter
 
 # The slow path of the cosine of a large angle has 28 bytes of its own.
 COSINE = 32
-ONE = ("plain_backward", "packed_backward", "wide_backward")
+ONE = {"plain_backward": "sm_90", "packed_backward": "sm_90", "wide_backward": "sm_89"}
 SHARED = 101_376  # bytes of shared memory that all GPUs have from compute capability 8.0 on
+# By Triton 3.7.1, which torch 2.13 needs; other versions have others.
 KNOWN = {
+    **{("prefill", "_turn", "sm_80"): 88, ("prefill", "_turn", "sm_90"): 72},
     ("prompt", "_exponents", "sm_100"): 40,
     # Most of these is where queries are beyond the trained length.
-    **{("backward", "_of_queries", "sm_80"): 328, ("backward", "_of_far_queries", "sm_90"): 48},
-    **{("backward", "_of_far_keys", "sm_80"): 272, ("backward", "_of_far_keys", "sm_90"): 88},
-    **{("backward", "_of_keys", "sm_80"): 560, ("backward", "_of_keys", "sm_90"): 128},
-    ("backward", "_exponents", "sm_100"): 40,
+    **{("backward", "_of_queries", "sm_80"): 160, ("backward", "_exponents", "sm_100"): 40},
+    ("backward", "_of_far_keys", "sm_80"): 296,
+    **{("backward", "_of_keys", "sm_80"): 472, ("backward", "_of_keys", "sm_90"): 152},
     ("packed_prompt", "_exponents", "sm_100"): 40,
     ("packed_prompt", "_states", "sm_100"): 48,
-    **{("packed_backward", "_of_far_queries", "sm_90"): 48, ("packed_backward", "_of_far_keys", "sm_90"): 216},
-    ("packed_backward", "_of_keys", "sm_90"): 144,
+    **{("packed_backward", "_of_far_keys", "sm_90"): 56, ("packed_backward", "_of_keys", "sm_90"): 168},
     # Rows of 256 columns by 8 warps.
-    **{("wide_backward", "_exponents", "sm_90"): 2256, ("wide_backward", "_of_far_queries", "sm_90"): 1312},
-    **{("wide_backward", "_of_queries", "sm_90"): 960, ("wide_backward", "_of_far_keys", "sm_90"): 1056},
-    ("wide_backward", "_of_keys", "sm_90"): 576,
+    **{("wide_backward", "_exponents", "sm_89"): 2144, ("wide_backward", "_of_far_queries", "sm_89"): 1296},
+    **{("wide_backward", "_of_queries", "sm_89"): 448, ("wide_backward", "_of_far_keys", "sm_89"): 1496},
+    ("wide_backward", "_of_keys", "sm_89"): 568,
 }
 
 
@@ -54,7 +54,7 @@ def test_it_compiles_without_spills(what):
     needs = json.loads(found.stdout)
     print(needs)
     for kernel, by_architecture in needs.items():
-        assert set(by_architecture) == {"sm_90"} | (set() if what in ONE else {"sm_80", "sm_100"})
+        assert set(by_architecture) == ({ONE[what]} if what in ONE else {"sm_80", "sm_90", "sm_100"})
         for name, need in by_architecture.items():
             assert need["shared"] <= SHARED
             assert need["stack"] <= KNOWN.get((what, kernel, name), COSINE), (kernel, name, need)

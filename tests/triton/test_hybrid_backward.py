@@ -33,7 +33,7 @@ CASES = {
     "many keys": ({**EXACT, "window_size": 70, "num_exact_keys": 90} | ROTARY | {"trained_length": 100}, {}, 230),
     "fewer tokens than the window": ({**EXACT, "window_size": 70} | ROTARY, {}, 40),
     # With two or three heads, gradients of numbers per head nearly cancel: their terms are up to 21 times their sum.
-    "80 columns": (EXACT | ROTARY, {"dim": 80, "heads": (6, 2)}, 70),
+    **{f"{dim} columns": (EXACT | ROTARY, {"dim": dim, "heads": (6, 2)}, 70) for dim in (64, 80, 96, 128)},
     "groups": (EXACT | ROTARY | {"trained_length": 4096}, {}, 330),
     # Chunks of 32 tokens.
     "256 columns": (EXACT | ROTARY | {"trained_length": 12}, {"dim": 256}, 70),
@@ -43,6 +43,7 @@ RUNS = [
     *((name, torch.float32, False) for name in CASES),
     *(("grouped heads", torch.bfloat16, False), ("many keys", torch.float32, True)),
     *(("256 columns", torch.bfloat16, False), ("128 features", torch.float32, True)),
+    *(("64 columns", torch.bfloat16, False), ("64 columns", torch.float16, True)),
     *(("without exact keys", torch.float32, True), ("groups", torch.float32, True)),
 ]
 
