@@ -19,7 +19,7 @@ import pytest
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("measured once")]
 
-# Kernels of each case, and megabytes of the default. What a change lowers is lowered here, too.
+# Kernels and kilobytes of each case. What a change lowers is lowered here, too.
 KERNELS = {
     "aft-local": {"train": 287, "padded": 143, "step": 106},
     "aft-simple": {"train": 164, "padded": 45, "step": 25},
@@ -41,7 +41,26 @@ KERNELS = {
     "divided default": {"prefill": 79},  # 65,536 tokens in two passes, of which the second begins with a state
 }
 # What Triton reads again from one launch to the next is not counted.
-MEGABYTES = {"prefill": 83, "train": 4871, "step": 5, "packed": 62, "packed train": 3706}
+KILOBYTES = {
+    "aft-local": {"train": 7569, "padded": 2419, "step": 1885},
+    "aft-simple": {"train": 1227, "padded": 308, "step": 6},
+    "aft-full-factorised": {"train": 861, "padded": 267},
+    "linear-elu1": {"train": 812, "padded": 118, "step": 5},
+    "linear-decay": {"train": 990, "padded": 230, "step": 18},
+    "linear-gated": {"train": 1031, "padded": 251, "step": 23},
+    "performer": {"train": 1103, "padded": 334, "step": 22},
+    "hybrid-exact-keys": {"train": 592, "padded": 29, "step": 5, "packed": 13, "packed train": 431},
+    "gated_delta-channel": {"train": 940, "padded": 170, "step": 33},
+    "gated_delta-qwen3_5": {"train": 1702, "padded": 441, "step": 100},
+    "window": {"train": 560, "padded": 25, "step": 4},
+    "linformer-headwise": {"train": 534, "padded": 84},
+    "linformer_linear-exp": {"train": 1291, "padded": 343},
+    "latent": {"train": 596, "padded": 129},
+    "nystrom-conv": {"train": 519, "padded": 127},
+    "default": {"prefill": 82952, "packed": 62197, "train": 4870585, "packed train": 3705554, "step": 4553},
+    "long default": {"prefill": 649027},
+    "divided default": {"prefill": 1410129},
+}
 # The variant `full` of an encoder looks at its weights to choose the form that does not overflow.
 WAITING_ROWS = ("aft-full-factorised",)
 
@@ -59,16 +78,11 @@ def measured(tmp_path_factory):
 
 
 @pytest.mark.parametrize("row", KERNELS)
-def test_every_mechanism_runs_on_cuda_and_launches_no_more_than_it_did(measured, row):
+def test_every_mechanism_runs_on_cuda_and_launches_and_moves_no_more_than_it_did(measured, row):
     cases = measured[row]
     assert not {mode: case["error"] for mode, case in cases.items() if "error" in case}
-    found = {mode: case["kernels"] for mode, case in cases.items()}
-    assert found == KERNELS[row]
-
-
-def test_the_default_moves_no_more_bytes(measured):
-    found = {mode: case["megabytes"] for mode, case in measured["default"].items()}
-    assert found == MEGABYTES
+    assert {mode: case["kernels"] for mode, case in cases.items()} == KERNELS[row]
+    assert {mode: case["kilobytes"] for mode, case in cases.items()} == KILOBYTES[row]
 
 
 @pytest.mark.parametrize("row", KERNELS)
@@ -81,8 +95,13 @@ def test_nothing_waits_for_the_device(measured, row):
 
 
 def test_a_step_of_requests_can_be_captured(measured):
-    """One token of each request, whose states stand in blocks: as few launches as in a cache, and none that waits."""
-    assert measured["requests"] == {"kernels": KERNELS["default"]["step"], "waits": {}}
+    """One token of each request, whose states stand in blocks: no launch waits, as the vLLM plugin says of all. The
+    default has as few as in a cache.
+    """
+    requests = measured["requests"]
+    assert set(requests) == {row for row, modes in KERNELS.items() if "step" in modes}
+    assert not {row: found["waits"] for row, found in requests.items() if found["waits"]}
+    assert requests["default"]["kernels"] == KERNELS["default"]["step"]
 
 
 def test_a_compiled_model_is_one_graph_with_our_operators(measured):

@@ -148,6 +148,7 @@ def treat_as_real() -> None:
     fla.is_on_cuda = hybrid.is_on_cuda = window.is_on_cuda = lambda x: x.device.type == "cuda"
     fla._kernels = lambda gated: (recurrent, stand_in("gla" if gated else "simple_gla"))
     fla._delta_kernels = lambda by_feature: (recurrent, stand_in("delta"))
+    fla.refuses_decay_per_head = lambda: False
 
 
 def to_fake(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -224,7 +225,7 @@ def run(model: Any, mode: str, length: int) -> None:
 
 
 def measure(model: Any, cases: dict[str, int]) -> dict[str, Any]:
-    """Kernels, megabytes and waits of the attention of a converted model in each mode at a length, or the error."""
+    """Kernels, kilobytes and waits of the attention of a converted model in each mode at a length, or the error."""
     found: dict[str, Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True):
         count_attention_only(model)
@@ -236,7 +237,7 @@ def measure(model: Any, cases: dict[str, int]) -> dict[str, Any]:
                 COUNTER.is_counting = False
                 found[mode] = {"error": traceback.format_exc(limit=-4)}
                 continue
-            amounts = {"kernels": COUNTER.kernels, "megabytes": round(COUNTER.bytes / 1e6)}
+            amounts = {"kernels": COUNTER.kernels, "kilobytes": round(COUNTER.bytes / 1e3)}
             found[mode] = amounts | {"waits": dict(COUNTER.waits)}
     return found
 
@@ -254,7 +255,7 @@ def step_of_requests(model: Any) -> dict[str, Any]:
             return torch.zeros(shape, dtype=dtype, device="cuda")
 
         states = tuple(zeros(5, *shape[1:], dtype=dtype) for shape, dtype in layout)
-        hidden, rows = zeros(3, 1, sizes.hidden_size), zeros(3, dtype=torch.long)
+        hidden, rows = zeros(3, 1, sizes.hidden_size or 1), zeros(3, dtype=torch.long)
         query, key, value = (
             zeros(3, n, 1, sizes.head_dim) for n in (sizes.num_heads, *[sizes.num_key_value_heads] * 2)
         )
@@ -262,7 +263,8 @@ def step_of_requests(model: Any) -> dict[str, Any]:
         for _ in range(2):  # the first call copies constants to the device
             COUNTER.reset()
             COUNTER.is_counting = True
-            given = mechanism.prepare(inputs._replace(gates=mechanism.gates(hidden)))
+            gates = mechanism.gates(hidden) if mechanism.needs_gates else None
+            given = mechanism.prepare(inputs._replace(gates=gates))
             mechanism.step_in_rows(given, states, rows)
             COUNTER.is_counting = False
     return {"kernels": COUNTER.kernels, "waits": dict(COUNTER.waits)}
@@ -314,12 +316,15 @@ def main() -> None:
 
     treat_as_real()
     found: dict[str, Any] = {}
+    requests: dict[str, Any] = {}
     for row in ROWS:
         is_causal = matrix.supports(row, "causal")
         stock = matrix.stock_model("llama" if is_causal else "bert", num_hidden_layers=1)
         modes = ("train", "padded", "step") if is_causal else ("train", "padded")
         modes += ("packed", "packed train") if row.startswith("hybrid") else ()
         found[row] = measure(convert(stock, **matrix.MECHANISM_ROWS[row]), dict.fromkeys(modes, 20))
+        if "step" in modes:
+            requests[row] = step_of_requests(convert(stock, **matrix.MECHANISM_ROWS[row]))
     # One layer of Llama 1B, trained on 4,096 or 32,768 tokens.
     for name, trained, cases in (
         ("default", 4096, {"prefill": 4096, "packed": 4096, "train": 4096, "packed train": 4096, "step": 300}),
@@ -329,7 +334,7 @@ def main() -> None:
         sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 64}
         config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=64, max_position_embeddings=trained)
         found[name] = measure(convert(LlamaForCausalLM(config)), cases)
-    found["requests"] = step_of_requests(convert(LlamaForCausalLM(config)))
+    found["requests"] = requests | {"default": step_of_requests(convert(LlamaForCausalLM(config)))}
     found["compiled"] = compiled(convert(LlamaForCausalLM(config)))
     print(json.dumps(found))
 
