@@ -22,8 +22,9 @@ from hf_linear_attention.training.recipe import MECHANISM, TRANSFER, Optimizatio
 
 # Bytes of a token in a batch, over the width: in attention transfer, in each layer, in each that is computed again.
 TRANSFERRED, KEPT, CHECKPOINT = 68, 88, 4
-# Bytes of a token in attention transfer, over heads times tokens that are exact: with rows of 920 and 4,096 tokens, it
-# held 4.0 and 5.5 GB of Qwen2.5-Coder-0.5B.
+# Bytes of a token while one layer is differentiated, over heads times tokens that are exact: with rows of 920 and 4,096
+# tokens, attention transfer held 4.0 and 5.5 GB of Qwen2.5-Coder-0.5B. LoRA with recomputed activations held, of its
+# own, 1.5 and 3.1 GB with rows of 1,024 and 4,096, and 2.7 GB of mapped weights.
 EXACT = 60
 MOST_LOGITS, IMPORTS = 256e6, 0.6e9
 # The time of everything over that of products: of fitting scores to Qwen2.5-Coder-0.5B, products took 51 %.
@@ -56,16 +57,17 @@ class Estimate:
         }
 
     def scores(self, tokens: int) -> str:
-        """The time in which scores of exact keys are fitted."""
-        return self._time(self.layers * tokens, self.frozen)
+        """The time and the peak memory in which scores of exact keys are fitted."""
+        # Qwen2.5-Coder-0.5B held 3.4 GB in bfloat16 and 6.4 in float32.
+        return self._cost(self.layers * tokens, self.frozen, 3 * self.frozen.itemsize * self.base)
 
     def stage(self, options: Mapping[str, Any], tokens: float) -> str:
         """The time and the peak memory of a stage with these options of `finetune.py`."""
         batch = options.get("per_device_train_batch_size", OptimizationArguments.per_device_train_batch_size)
         numbers = self.shape.hidden_size * batch * options.get("max_length", self.length)
         logits = min(MOST_LOGITS, 8 * self.vocabulary * numbers / self.shape.hidden_size)
+        exact = EXACT * self.shape.num_heads * self.exact * numbers / self.shape.hidden_size
         if options.get(TRANSFER):
-            exact = EXACT * self.shape.num_heads * self.exact * numbers / self.shape.hidden_size
             products, size = self.layers, 4 * self.base + TRANSFERRED * numbers + exact + logits
             dtype = torch.float32
         else:
@@ -73,11 +75,13 @@ class Estimate:
             # the teacher's and the student's forward pass, and gradients of activations, and of weights
             products = (self.layers + self.output) * (3 if has_adapters else 4) + self.layers * again
             dtype = self.frozen if has_adapters else torch.float32
-            # With adapters, the teacher has frozen weights of its own while they are loaded, and what is saved is read
-            # again beside the student.
-            size = (2 * dtype.itemsize if has_adapters else 20) * self.base + logits
-            size += (CHECKPOINT * self.depth + KEPT if again else KEPT * self.depth) * numbers
-        return f"{self._time(products * tokens, dtype)} and {(size + IMPORTS) / 1e9:.1f} GB"
+            # With adapters, these are the weights of student and teacher, and what is saved, which is read again.
+            size = (3 * dtype.itemsize if has_adapters else 20) * self.base + logits
+            size += (CHECKPOINT * self.depth + KEPT) * numbers + exact if again else KEPT * self.depth * numbers
+        return self._cost(products * tokens, dtype, size)
+
+    def _cost(self, products: float, dtype: torch.dtype, size: float) -> str:
+        return f"{self._time(products, dtype)} and {(size + IMPORTS) / 1e9:.1f} GB in {str(dtype)[len('torch.') :]}"
 
     def _time(self, products: float, dtype: torch.dtype) -> str:
         seconds = 2 * products * BESIDES * self.speeds[dtype]
