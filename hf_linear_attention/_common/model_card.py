@@ -110,9 +110,16 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
         comparison=facts.get("comparison"),
         dataset=without_path(dataset),
         is_in_python=bool(facts.get("is_in_python")),
+        fitted_to=_fitted_to(facts.get("settings"), conversion),
         plot=PLOT if (folder / PLOT).is_file() else None,
     )
     (folder / "README.md").write_text(text.rstrip() + "\n", encoding="utf-8")
+
+
+def _fitted_to(settings: Any, conversion: Mapping[str, Any]) -> str | None:
+    """The text to which the scores of exact keys were fitted, and None where there are none."""
+    entries = settings if isinstance(settings, Sequence) else [settings or {}]
+    return conversion.get("calibrated on") if any(entry.get("num_exact_keys") for entry in entries) else None
 
 
 def _source(base_model: str) -> Markdown:
@@ -296,5 +303,7 @@ def format_value(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, int):
         return f"{value:,}"
+    if isinstance(value, (list, tuple)) and len(value) > 2 and all(each == value[0] for each in value):
+        return f"{format_value(value[0])} in each"
     text = (", ".join(map(str, value)) or "none") if isinstance(value, (list, tuple)) else str(value)
     return " ".join(without_path(text).split())

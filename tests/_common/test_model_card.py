@@ -43,7 +43,7 @@ def test_a_card_after_training_keeps_the_conversion_and_its_base_model(linear_ll
     shutil.copytree(linear_llama, folder)
     facts = {
         "base_model": str(linear_llama),
-        "settings": {"mechanism": "performer", "layers": [0, 2]},
+        "settings": {"mechanism": "performer", "layers": [0, 2], "rope_frequencies": [20, 20, 20]},
         "training": {"teacher": "/home/me/teacher", "max_train_steps": None, "objective": {"logits_kl_weight": 1.0}},
         "metrics": {"eval_loss": 1.23456},
         "dataset": "/home/me/stories.jsonl",
@@ -54,6 +54,7 @@ def test_a_card_after_training_keeps_the_conversion_and_its_base_model(linear_ll
     assert "| eval_loss | 1.235 |" in text
     assert "| objective.logits_kl_weight | 1 |" in text
     assert "| layers | 0, 2 |" in text
+    assert "| rope_frequencies | 20 in each |" in text
     assert "Data: stories.jsonl" in text
     assert "max_train_steps" not in text
     assert "| teacher | teacher |" in text

@@ -120,6 +120,8 @@ def test_convert_fits_the_scores_of_exact_keys_to_what_it_is_given(llama, tmp_pa
     fitted = {}
     for name, words in {"documentation": [], "file": ["--calibration_file", tmp_path / "text.txt"]}.items():
         report = convert_folder(llama, tmp_path / name, "--no_verify", *words)
+        said = f"were fitted, to\n{report['figures']['calibrated on']}. `hf-linear-attention evaluate`"
+        assert said in (tmp_path / name / "README.md").read_text()
         assert report["calibration"]["tokens"] >= 4 * 64
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         mechanism = model.model.layers[0].self_attn.linear_attention
