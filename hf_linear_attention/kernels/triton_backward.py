@@ -612,7 +612,7 @@ def run(
     key_position: Tensor | None, key_weight: Tensor, key_bias: Tensor | None, key_norm: Tensor | None,
     query_weight: Tensor, log_decay: Tensor | None, log_scale: Tensor, norm_weight: Tensor,
     frequencies: Tensor | None, spans: Tensor | None, window: int, count: int, first_turned: int,
-    is_interleaved: bool, trained_length: int, scaling: float, is_rate: bool,
+    is_interleaved: bool, trained_length: int, scaling: float, is_rate: bool, has_room: bool = True,
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """The gradients of query, key, value, sinks (key and value), the map (key weight, bias, norm and query weight),
     `log_decay`, `log_scale` and `norm_weight`; None for what is None.
@@ -621,6 +621,7 @@ def run(
         grad_output, output: `[B, N, H, W]`, dense.
         size: float32 `[B, H, N]`, the logarithm of the denominator of each query.
         leave, gone: int32 `[B Hkv, M + N]` and `[B Hkv, N]`, of `triton_prefill.choose`; unused without exact keys.
+        has_room: whether there is shared memory for blocks of wide rows that are loaded ahead (`ROOM`).
 
     See `triton_prefill.run` for the others, of which nothing comes before the first query.
     """
@@ -686,8 +687,8 @@ def run(
         counts, starts, grad_output, size, delta, grad_query, of_sinks,
         *of_query, *of_key, *of_value, *of_sink_key, *of_sink_value, *grad_query.stride()[:3],
         length, chunks, scaling, trained_length,
-        S=sinks, SP=wide(sinks), ROOM=room, C=chunk, BLOCK=chunk, CLAMPS=clamps, num_stages=2 if columns <= 128 else 1,
-        PAIRS=pairs, INTERLEAVED=is_interleaved, **shared, **with_types,
+        S=sinks, SP=wide(sinks), ROOM=room, C=chunk, BLOCK=chunk, CLAMPS=clamps, PAIRS=pairs,
+        INTERLEAVED=is_interleaved, num_stages=2 if has_room or columns <= 64 else 1, **shared, **with_types,
     )  # fmt: skip
     given = query_exponents, grad_output, delta, order, starts, log_decay, group_sums
     how = {**map_sizes, **in_states, "HKV": kv_heads, "W": window, "G": groups, "FAR": far}

@@ -33,6 +33,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_COLUMNS, MOST_FEATURES, MOST_WEIGHTS, MOST_GROUPS, MOST_SINKS, MOST_SCORES = 256, 128, 8192, 32, 64, 64
 # Bytes of shared memory of the largest program, by those of the largest row, with as many features as may be.
 SHARED = {128: 65_536, 256: 99_328, 512: 98_304, 1024: 168_448}
+# The same in training, where blocks of rows of more than 128 bytes are loaded ahead.
+ROOM = 114_688
 
 STEP = (
     "Tensor query, Tensor key, Tensor value, Tensor? score, Tensor? slope, Tensor? position, "
@@ -295,7 +297,8 @@ def _train_backward(grad_output: Tensor, *given: Any) -> list[Tensor]:
     *tensors, _, position, key_position = given[:10]
     *others, output, size, leave, gone = given[10:]
     of_line = *tensors, position, key_position
-    found = cast(Any, run)(grad_output.contiguous(), output, size, leave, gone, *of_line, *others)
+    has_room = shared_memory(given[0].device) >= ROOM
+    found = cast(Any, run)(grad_output.contiguous(), output, size, leave, gone, *of_line, *others, has_room)
     return [or_nothing(x, given[0]) for x in found]
 
 

@@ -87,7 +87,10 @@ ELSEWHERE = {
     "hf-linear-attention serve OUT": "tests/clients/test_serve_over_http.py",
     "curl http://localhost:8000": "tests/clients/test_serve_over_http.py",
     "python convert_hf_to_gguf.py": "llama.cpp",
-    "python -m benchmarks.real": "tests/benchmarks/test_runs.py",
+    "python -m benchmarks.": "tests/benchmarks/test_runs.py",
+    '.venv/bin/pip install -c constraints.txt -e ".[gpu]"': "a GPU",
+    "python3 -m pip install --no-index": "a GPU",
+    "PYTHONPATH=$PWD/site": "a GPU",
     "lm_eval --model hf": "tests/clients/test_lm_eval.py",
 }
 # How lines of output begin whose inputs are the page's own.
@@ -220,7 +223,9 @@ def longer_text() -> None:
 def long_decoder() -> None:
     """A decoder for states of 512 tokens, and text to fit them to."""
     llama(max_position_embeddings=2048, num_hidden_layers=1)
-    Path("code.txt").write_text("\n\n".join(TEXTS[:60]), encoding="utf-8")
+    Path("TEXTS").mkdir()
+    for name in ("fit", "train"):
+        Path(f"TEXTS/{name}.txt").write_text("\n\n".join(TEXTS[:60]), encoding="utf-8")
 
 
 def by_itself() -> dict[str, Any]:

@@ -13,7 +13,8 @@ from hf_linear_attention.mechanisms.base import MechanismInputs, Rotary
 # An output relative to its norm: float32 sums in another order, and 16-bit weights and outputs, rounded.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 # Relative to the norm of a gradient: float32 in another order, and numbers that are rounded to bfloat16 (4e-3) before
-# and after each product, or to float16 (5e-4). That of a decay is one number of which nearly all cancels; C has an error of 1e-5, too.
+# and after each product, or to float16 (5e-4). That of a decay is one number of which nearly all cancels; C has an
+# error of 1e-5, too.
 OF_GRADIENTS = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 OF_DECAY = {torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 EXACT = {"window_size": 8, "num_sinks": 3, "num_exact_keys": 5, "num_features": 16}

@@ -143,7 +143,7 @@ def plain_prompt(*case: Any) -> dict:
 
 def backward(
     dtype: torch.dtype, dim: int, groups: int, tokens: int, features: int, is_plain: bool = False,
-    is_packed: bool = False,
+    is_packed: bool = False, has_room: bool = True,
 ) -> dict:  # fmt: skip
     """What the kernels of the gradients need, for the sizes of a state of so many tokens."""
     from hf_linear_attention.kernels import triton_backward, triton_prefill
@@ -171,7 +171,7 @@ def backward(
         *[None if is_plain else of(batch, length, kind=number)] * 2, *maps, None if is_plain else of(kv_heads),
         of(heads), of(heads), None if is_plain else of(dim // 2),
         of(2, batch, length, kind=number) if is_packed else None, window, kept, 0 if is_plain else dim // 8, False,
-        16 * tokens, dim**-0.5, True,
+        16 * tokens, dim**-0.5, True, has_room,
     )  # fmt: skip
     return found
 
@@ -199,7 +199,14 @@ def wide_backward(dtype: torch.dtype, dim: int, *others: Any) -> dict:
     """The same with the widest rows, in chunks of 32, where there is the least shared memory."""
     global ARCHITECTURES
     ARCHITECTURES = (89,)
-    return backward(dtype, 4 * dim, *others)
+    return backward(dtype, 4 * dim, *others, has_room=False)
+
+
+def backward_of_128(dtype: torch.dtype, dim: int, *others: Any) -> dict:
+    """The same with rows of twice the columns, in chunks of 64."""
+    global ARCHITECTURES
+    ARCHITECTURES = (89,)
+    return backward(dtype, 2 * dim, *others, has_room=False)
 
 
 def prefill(

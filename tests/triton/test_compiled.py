@@ -13,7 +13,7 @@ import triton_interpreter
 
 # The slow path of the cosine of a large angle has 28 bytes of its own.
 COSINE = 32
-ONE = {"plain_backward": "sm_90", "packed_backward": "sm_90", "wide_backward": "sm_89"}
+ONE = {"plain_backward": "sm_90", "packed_backward": "sm_90", "backward_of_128": "sm_89", "wide_backward": "sm_89"}
 SHARED = 101_376  # bytes of shared memory that all GPUs have from compute capability 8.0 on
 # By Triton 3.7.1, which torch 2.13 needs; other versions have others.
 KNOWN = {
@@ -26,7 +26,10 @@ KNOWN = {
     ("packed_prompt", "_exponents", "sm_100"): 40,
     ("packed_prompt", "_states", "sm_100"): 48,
     **{("packed_backward", "_of_far_keys", "sm_90"): 56, ("packed_backward", "_of_keys", "sm_90"): 168},
-    # Rows of 256 columns by 8 warps.
+    # Rows of 128 and 256 columns by 8 warps.
+    **{("backward_of_128", "_exponents", "sm_89"): 432, ("backward_of_128", "_of_far_queries", "sm_89"): 1224},
+    **{("backward_of_128", "_of_queries", "sm_89"): 488, ("backward_of_128", "_of_far_keys", "sm_89"): 896},
+    ("backward_of_128", "_of_keys", "sm_89"): 568,
     **{("wide_backward", "_exponents", "sm_89"): 2144, ("wide_backward", "_of_far_queries", "sm_89"): 1296},
     **{("wide_backward", "_of_queries", "sm_89"): 448, ("wide_backward", "_of_far_keys", "sm_89"): 1496},
     ("wide_backward", "_of_keys", "sm_89"): 568,
@@ -37,7 +40,7 @@ KNOWN = {
     "what",
     [
         *("prefill", "prompt", "plain_prompt", "packed_prompt", "backward", "plain_backward", "packed_backward"),
-        "wide_backward",
+        *("backward_of_128", "wide_backward"),
         *("step", "plain_step", "scores"),
     ],
 )

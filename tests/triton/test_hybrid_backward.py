@@ -77,6 +77,19 @@ def test_gradients_are_those_of_the_mechanism(name, dtype, pads, monkeypatch):
     assert max(errors.values()) < OF_GRADIENTS[dtype], errors
 
 
+@pytest.mark.parametrize(("shared", "expected"), [(101_376, False), (232_448, True)])
+def test_rows_are_loaded_ahead_where_there_is_room(shared, expected, monkeypatch):
+    """`test_compiled.py` has what fits into the shared memory of an RTX 4090."""
+    mechanism, _ = mechanisms(EXACT | ROTARY, torch.float32)
+    inputs, found, run = tokens(mechanism, 0, 20, torch.float32), [], triton_backward.run
+    on_cuda(monkeypatch, shared)
+    monkeypatch.setattr(triton_backward, "run", lambda *given: found.append(given[-1]) or run(*given))
+    gradients(
+        attend, mechanism, inputs._replace(gates=inputs.gates.detach()), torch.randn(2, 20, *inputs.query.shape[1::2])
+    )
+    assert found == [expected]
+
+
 def test_under_autocast_products_have_the_dtype_of_values(monkeypatch):
     """Rotary positions make queries and keys float32 there, whereas values and the output's gradient are rounded."""
     settings, shape, length = CASES["grouped heads"]
