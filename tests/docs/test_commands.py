@@ -88,9 +88,11 @@ ELSEWHERE = {
     "curl http://localhost:8000": "tests/clients/test_serve_over_http.py",
     "python convert_hf_to_gguf.py": "llama.cpp",
     "python -m benchmarks.": "tests/benchmarks/test_runs.py",
-    '.venv/bin/pip install -c constraints.txt -e ".[gpu]"': "a GPU",
+    ".venv/bin/pip install -c constraints.txt": "a GPU",
     "python3 -m pip install --no-index": "a GPU",
-    "PYTHONPATH=$PWD/site": "a GPU",
+    "export PYTHONPATH": "the shell of the user",
+    "python3 -m benchmarks.gpu_check": "tests/benchmarks/test_gpu_check.py",
+    "compute-sanitizer": "a GPU",
     "lm_eval --model hf": "tests/clients/test_lm_eval.py",
 }
 # How lines of output begin whose inputs are the page's own.
