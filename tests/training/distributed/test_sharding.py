@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from pathlib import Path
 from typing import Any
 
 import processes
@@ -45,8 +46,20 @@ def test_tensor_parallel_by_the_plan_of_the_base_model(mechanism, options, tmp_p
     torch.testing.assert_close(found["logits"], model(rows, use_cache=False).logits, rtol=1e-5, atol=2e-5)
 
 
+def on_two(target: Any, words: list[Any], tmp_path: Path, dataset_cache: Any) -> None:
+    """Run finetune.py on two processes, started as by torchrun."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = (target, store.port, dataset_cache, words)
+    group = processes.start(processes.launched, *arguments, ranks=2, stderr=tmp_path / "stderr")
+    assert processes.finish(group) == [0, 0], (tmp_path / "stderr-0").read_text(encoding="utf-8")[-3000:]
+
+
+KINDS = pytest.mark.parametrize("kind", [processes.finetune, sharding.sharded_finetune], ids=["ddp", "fsdp2"])
+
+
 @pytest.mark.long
-def test_finetune_in_shards(finetune, llama_teacher, files, tmp_path, dataset_cache):
+@KINDS
+def test_adapters_on_two_processes(kind, finetune, llama_teacher, files, tmp_path, dataset_cache):
     """Accumulation, evaluation of 21 texts on 2 processes, a checkpoint and what goes on from it.
 
     Tolerance: AdamW turns rounding in tiny gradients into up to lr = 1e-3 a step; a gradient of one process alone would
@@ -61,15 +74,10 @@ def test_finetune_in_shards(finetune, llama_teacher, files, tmp_path, dataset_ca
     options += [f"--validation_file={files}/valid.jsonl", "--eval_steps=2", "--logging_steps=1"]
     options += ["--logits_kl_weight=1", "--hidden_state_weight=1", "--max_train_steps=4", "--learning_rate=1e-3"]
     options += ["--checkpointing_steps=2", "--use_peft=true", "--lora_target_modules=attention"]
+    options += ["--gradient_checkpointing=true"]  # as the default preset, where tokens are few
     finetune(*options, "--per_device_train_batch_size", 4, output_dir=one)
     split = [*options, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2]
-
-    def sharded(*more: Any) -> None:
-        words = [*split, *more]
-        group = processes.start(sharding.sharded_finetune, dataset_cache, words, ranks=2, stderr=tmp_path / "stderr")
-        assert processes.finish(group) == [0, 0], (tmp_path / "stderr-0").read_text(encoding="utf-8")[-3000:]
-
-    sharded("--output_dir", two)
+    on_two(kind, [*split, "--output_dir", two], tmp_path, dataset_cache)
     mine, yours = (read_metrics(folder / "metrics.jsonl") for folder in (two, one))
     assert len(mine) == len(yours) == 7
     for event, other in zip(mine, yours, strict=True):
@@ -87,12 +95,12 @@ def test_finetune_in_shards(finetune, llama_teacher, files, tmp_path, dataset_ca
         assert max((saved[name] - whole[name]).abs().max() for name in whole) < 5e-5
 
     shutil.copytree(two / "checkpoint-2", again / "checkpoint-2")
-    sharded("--output_dir", again, "--resume_from_checkpoint", "latest")
+    on_two(kind, [*split, "--output_dir", again, "--resume_from_checkpoint", "latest"], tmp_path, dataset_cache)
     assert not changed(two, again)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [processes.finetune, sharding.sharded_finetune], ids=["ddp", "fsdp2"])
+@KINDS
 def test_both_stages_of_the_default_preset(kind, finetune, llama_teacher, files, tmp_path, dataset_cache):
     """Started as by torchrun, and in shards resumed within attention transfer: the figures and weights of one process.
 
@@ -108,14 +116,7 @@ def test_both_stages_of_the_default_preset(kind, finetune, llama_teacher, files,
     options += ["--max_length=32", "--max_train_tokens=1000", "--logging_steps=1", "--checkpointing_steps=2"]
     finetune(*options, "--per_device_train_batch_size", 4, output_dir=one)
     split = [*options, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2]
-
-    def on_two(target: Any, *more: Any) -> None:
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        arguments = (target, store.port, dataset_cache, [*split, *more])
-        group = processes.start(processes.launched, *arguments, ranks=2, stderr=tmp_path / "stderr")
-        assert processes.finish(group) == [0, 0], (tmp_path / "stderr-0").read_text(encoding="utf-8")[-3000:]
-
-    on_two(kind, "--output_dir", two)
+    on_two(kind, [*split, "--output_dir", two], tmp_path, dataset_cache)
     transfer = "stages/1-transfer"
     for stage in (transfer, "."):
         mine, yours = (read_metrics(folder / stage / "metrics.jsonl") for folder in (two, one))
@@ -137,5 +138,5 @@ def test_both_stages_of_the_default_preset(kind, finetune, llama_teacher, files,
         shutil.copytree(two / place, again / place)
         # With this, nothing but attention transfer itself puts its parameters into shards again.
         kept = functools.partial(kind, reshard=False)
-        on_two(kept, "--output_dir", again, "--resume_from_checkpoint", "latest")
+        on_two(kept, [*split, "--output_dir", again, "--resume_from_checkpoint", "latest"], tmp_path, dataset_cache)
         assert not changed(two, again)
