@@ -73,6 +73,7 @@ def linear_attention_mask(
         length, q_offset = (q_length, _known(q_offset)) if is_cached else (kv_length, 0)
         _refuse_sizes(attention_mask, batch_size, length, q_offset, has_room=False)
         attention_mask = _new_columns(attention_mask.bool(), length, q_offset)
+        # A GPU is waited for here, once in a forward of the model, as by transformers' masks of softmax.
         if not is_needed and not is_tracing() and attention_mask.all():
             attention_mask = None
     if segments is None:

@@ -88,7 +88,7 @@ def test_every_mechanism_runs_on_cuda_and_launches_and_moves_no_more_than_it_did
 @pytest.mark.parametrize("row", KERNELS)
 def test_nothing_waits_for_the_device(measured, row):
     """Neither synchronisation nor a copy from the host, in a prompt with padding or without, a step or training, and
-    in packed sequences.
+    in packed sequences. (Outside of attention, a mask is looked at once in each forward, as by transformers.)
     """
     waits = {mode: case["waits"] for mode, case in measured[row].items() if case["waits"]}
     assert bool(waits) == (row in WAITING_ROWS), waits
