@@ -1,6 +1,7 @@
 """Converted models in vLLM against vLLM's own softmax and against `generate` (one thread, CPU time).
 
     python -m benchmarks.speed_vllm
+    python -m benchmarks.speed_vllm --model SRC --students OUT... --dtype bfloat16     those, and no `generate`
 
 Tokens per CPU second of the process, of a Llama with 16 million random weights: prompts of one length are read together
 (prefill), then all of them are continued (decode). The engines are processes of their own, all alive at once, that take
@@ -31,6 +32,7 @@ from hf_linear_attention import convert
 SOFTMAX = "softmax"
 SETTINGS: dict[str, dict[str, Any]] = {"hybrid": {"mechanism": "hybrid"}, "linear": {"mechanism": "linear"}}
 CASES = [(64, 64), (512, 8), (4096, 4), (16384, 2)]  # tokens of a prompt, prompts
+LONG_CASES = [(512, 1), (8192, 4), (16384, 2)]  # of a given model
 QUICK_CASES = [(16, 2), (32, 1)]
 NEW_TOKENS = 24  # for each prompt
 VOCABULARY = 8192
@@ -94,9 +96,9 @@ class Transformers:
 class Worker:
     """vLLM's engine in a process of its own, which answers a question at a time; `recv` fails if it has died."""
 
-    def __init__(self, folder: Path, cases: list[tuple[int, int]]) -> None:
+    def __init__(self, folder: Path, cases: list[tuple[int, int]], dtype: str) -> None:
         self.pipe, end = SPAWN.Pipe()
-        SPAWN.Process(target=work, args=(end, str(folder), cases), daemon=True).start()
+        SPAWN.Process(target=work, args=(end, str(folder), cases, dtype), daemon=True).start()
         end.close()
 
     def run(self, length: int, count: int) -> Marks:
@@ -105,14 +107,14 @@ class Worker:
         return self.pipe.recv()
 
 
-def work(pipe: Any, folder: str, cases: list[tuple[int, int]]) -> None:
+def work(pipe: Any, folder: str, cases: list[tuple[int, int]], dtype: str) -> None:
     """What the process of a `Worker` does."""
     from vllm import LLM
 
     torch.set_num_threads(1)
     longest, most = max(length for length, _ in cases) + NEW_TOKENS, max(count for _, count in cases)
     options = {"max_model_len": longest, "max_num_seqs": most, "max_num_batched_tokens": 2048}
-    options |= {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "use_tqdm_on_load": False}
+    options |= {"dtype": dtype, "enforce_eager": True, "skip_tokenizer_init": True, "use_tqdm_on_load": False}
     engine: Any = LLM(folder, enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30, **options).llm_engine
     with contextlib.suppress(EOFError):  # when there are no more questions
         for number in itertools.count():
@@ -166,8 +168,9 @@ def measure(runners: dict[str, Any], cases: list[tuple[int, int]], rounds: int) 
 
 def speeds(phase: str, found: dict[str, Times]) -> Table:
     """A row for each case: tokens a CPU second, the median and the range, and ratios."""
-    pairs = [(name, other) for name in SETTINGS for other in (SOFTMAX, f"generate {name}")]
-    names = [SOFTMAX, *SETTINGS, *(f"generate {name}" for name in SETTINGS)]
+    names = [*next(iter(found.values()))]
+    converted = [name for name in names if name != SOFTMAX and not name.startswith("generate ")]
+    pairs = [(name, other) for name in converted for other in (SOFTMAX, f"generate {name}") if other in names]
     rows: list[list[Any]] = []
     for case, times in found.items():
         cells = [
@@ -180,15 +183,19 @@ def speeds(phase: str, found: dict[str, Times]) -> Table:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure all cases."""
-    arguments = parse(__doc__, argv, {"rounds": 1}, rounds=5)
-    cases = QUICK_CASES if arguments.quick else CASES
+    arguments = parse(__doc__, argv, {"rounds": 1}, rounds=5, model="", students=[""], dtype="float32")
+    cases = QUICK_CASES if arguments.quick else LONG_CASES if arguments.model else CASES
     if importlib.util.find_spec("vllm") is None:
         raise SystemExit("This benchmark needs an environment with vLLM; see the page on serving.")
     os.environ |= ENVIRONMENT
     with tempfile.TemporaryDirectory() as folder:
-        folders = save_models(Path(folder))
-        workers = {name: Worker(path, cases) for name, path in folders.items()}
-        runners = workers | {f"generate {name}": Transformers(folders[name]) for name in SETTINGS}
+        if arguments.model:
+            folders = {SOFTMAX: Path(arguments.model), **{Path(path).name: Path(path) for path in arguments.students}}
+        else:
+            folders = save_models(Path(folder))
+        workers = {name: Worker(path, cases, arguments.dtype) for name, path in folders.items()}
+        beside = () if arguments.model else SETTINGS
+        runners = workers | {f"generate {name}": Transformers(folders[name]) for name in beside}
         found = measure(runners, cases, arguments.rounds)
         memory = [[f"{length:,}", *(worker.run(length, 0) for worker in workers.values())] for length, _ in cases]
     tables = [speeds(phase, times) for phase, times in found.items()]

@@ -164,7 +164,7 @@ def _state_text(plan: Plan) -> str:
             f"{plan.state_bytes / size:.2g} times that of {length:,} ({size / 1e6:,.3g} MB)"
             for length, size in sizes_of.items()
         )
-        text += f" (the size of a key-value cache of {plan.state_bytes // cache} tokens: {shares})"
+        text += f" (the size of a key-value cache of {plan.state_bytes // cache:,} tokens: {shares})"
     if others:
         kinds = {"a sliding window": plan.num_bounded, "a cache that grows": others - plan.num_bounded}
         text += f"; other layers have {' and '.join(f'{kind} ({count})' for kind, count in kinds.items() if count)}"
