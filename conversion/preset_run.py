@@ -190,7 +190,7 @@ def _name_runs(folder: Path, training: Training) -> None:
         place = trained if number == len(stages) else trained / STAGES / f"{number}-{stage.name}"
         run_["per_second"] = units_per_second(place / METRICS)
         begin = next((event for event in read_metrics(place / METRICS) if event["step"] == 0), {})
-        run_["before"] = {x: begin[x] for x, end in run_["metrics"].items() if begin.get(x) not in (None, end)}
+        run_["before"] = {x: begin[x] for x in run_["metrics"] if isinstance(begin.get(x), float)}
         run_["training"] = {"preset": training.preset.name, "stage": stage.name, **run_["training"]}
     (folder / HISTORY).write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
 
