@@ -198,12 +198,14 @@ audit: ## Known vulnerabilities of the pinned dependencies (needs the network, a
 	else echo "audit: skipped, because pypi.org cannot be reached"; fi
 
 .PHONY: lint
-lint: $(VENV)/.installed ## ruff and clang-format: rules and formatting; the size of the project
+lint: $(VENV)/.installed ## ruff and clang-format: rules and formatting; the size of the project; versions that CUDA's torch can have
 	@for part in "hf_linear_attention conversion training" tests benchmarks; do \
 	    printf '%s: %s lines of Python\n' "$$part" $$(git ls-files -- $$part | grep '\.py$$' | xargs cat | wc -l); done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*.[ch]
+	@echo 'hf-linear-attention[clients,train] @ file://$(CURDIR)' | $(BIN)/uv pip compile --quiet --constraint constraints.txt \
+		--python-platform x86_64-manylinux_2_28 --output-file $(VENV)/cuda.txt -
 
 .PHONY: format
 format: $(VENV)/.installed ## Let ruff and clang-format mend what they can
