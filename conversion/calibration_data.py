@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 BATCH_TOKENS = 4096
 FEWEST_ROWS = 4
+DOCUMENTATION = "Python's documentation"
 TEXT_COLUMN = "text"
 PAIR_COLUMNS: dict[str, Any] = {
     "text_column_name": "sentence1",
@@ -109,7 +110,7 @@ def _text_inputs(source: Source, plan: Plan, path: str | None, trust_remote_code
         if ids is None:
             return None
         if keeps_exact_keys(plan):
-            return RealInputs("Python's documentation", partial(_documentation_rows, config, tokenizer))
+            return RealInputs(DOCUMENTATION, partial(_documentation_rows, config, tokenizer))
         found = [_complete(config, {"input_ids": one}) for one in ids]
         return RealInputs("built-in sentences", lambda _: found)  # few, whatever their number of tokens
     check_text_file("calibration_file", path)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_linear_attention._common.command_line import PROGRAM, typed_name
 from hf_linear_attention.configuration_linear_attention import COMMON_SETTINGS, max_length_of
+from hf_linear_attention.conversion.calibration_data import keeps_exact_keys
 from hf_linear_attention.conversion.plan import MOST_SIZES, Plan
 from hf_linear_attention.conversion.softmax_choice import CHOICE, describe_ranking
 from hf_linear_attention.conversion.source import Source
@@ -76,7 +77,8 @@ def describe_result(
     if training:
         lines += ["", *training]
     elif plan.layers:
-        lines += ["", *healing_lines(plan, source, output_dir)]
+        is_fitted = bool(calibrated) and keeps_exact_keys(plan)
+        lines += ["", *healing_lines(plan, source, output_dir, is_fitted)]
     return "\n".join(lines)
 
 
@@ -107,7 +109,7 @@ def _checked(figures: Mapping[str, Any]) -> str:
     return ", ".join(text.format(figures[name]) for name, text in CHECKED.items() if name in figures)
 
 
-def healing_lines(plan: Plan, source: Source, output_dir: str) -> list[str]:
+def healing_lines(plan: Plan, source: Source, output_dir: str, is_fitted: bool) -> list[str]:
     """How the model is trained after its conversion, or that there is no recipe for it."""
     if plan.head.task is None:
         return [
@@ -116,8 +118,9 @@ def healing_lines(plan: Plan, source: Source, output_dir: str) -> list[str]:
         ]
     script = Path(__file__).resolve().parents[1] / "training" / "finetune.py"
     command = f"{PROGRAM} finetune" if typed_name("").startswith(PROGRAM) else f"python {script}"
+    untrained = "The new attention is untrained. Train it with the original as teacher:"
     return [
-        "The new attention is untrained. Train it with the original as teacher:",
+        "Its scores are fitted. To bring it nearer to the original:" if is_fitted else untrained,
         f"  {command} --config {Path(str(plan.head.recipe)).stem} \\\n"
         f"    --model_name_or_path {output_dir} --teacher_name_or_path {source.loadable} \\\n"
         f"    --train_file {plan.head.data} --output_dir {output_dir}-healed",
