@@ -158,7 +158,7 @@ def test_a_run_that_is_killed_while_scores_are_fitted_has_the_same_result(llama,
         assert code == 0, err
         found.append((folder / "model.safetensors").read_bytes())
     assert found[0] == found[1]
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "other", "stderr-0", "cache"}
+    assert {path.name for path in tmp_path.iterdir()} - {"cache"} == {"out", "other", "stderr-0"}
 
 
 @pytest.mark.long
