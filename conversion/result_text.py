@@ -109,7 +109,7 @@ def _checked(figures: Mapping[str, Any]) -> str:
     return ", ".join(text.format(figures[name]) for name, text in CHECKED.items() if name in figures)
 
 
-def healing_lines(plan: Plan, source: Source, output_dir: str, is_fitted: bool) -> list[str]:
+def healing_lines(plan: Plan, source: Source, output_dir: str, is_fitted: bool = False) -> list[str]:
     """How the model is trained after its conversion, or that there is no recipe for it."""
     if plan.head.task is None:
         return [
