@@ -304,8 +304,9 @@ def test_a_dry_run_prints_the_stages(words, tmp_path):
     code, text, err = run(*words, *HEALED, "--output_dir", tmp_path / "out", "--dry_run")
     assert code == 0, err
     cost = r"about \d+ (seconds|minutes)"
-    assert re.search(rf"stage 1 of 2  transfer: 1,000 tokens, {cost} and 0.6 GB in float32; attention_transfer_weight=1.0", text)
-    assert re.search(rf"stage 2 of 2  distil: 1,000 tokens, {cost} and 0.6 GB in float32; logits_kl_weight=1.0", text)
+    size = "0.6 GB in float32"
+    assert re.search(rf"stage 1 of 2  transfer: 1,000 tokens, {cost} and {size}; attention_transfer_weight=1.0", text)
+    assert re.search(rf"stage 2 of 2  distil: 1,000 tokens, {cost} and {size}; logits_kl_weight=1.0", text)
     assert "control     a window of the same bytes, trained on 2,000 tokens too" in text
     assert not list(tmp_path.iterdir())
     assert run(*words, "--dry_run")[0] == 0
