@@ -20,7 +20,6 @@ import importlib.util
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common import ROOT
 
@@ -41,7 +40,9 @@ HASHES = {
 
 def source_of(package: str, pattern: str = "*.py") -> str:
     """The files of an installed package, in the order of their names."""
-    spec: Any = importlib.util.find_spec(package)
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(f"{package} is not installed; `make setup` installs all packages that are read")
     (folder,) = spec.submodule_search_locations
     return "".join(path.read_text(encoding="utf-8") for path in sorted(Path(folder).rglob(pattern)))
 
@@ -50,7 +51,12 @@ def at_commit(folder: str, suffix: str) -> str:
     """The files of a folder of this repository at `COMMIT`, in the order of their names."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        found = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        if found.returncode:
+            raise SystemExit(
+                f"{ROOT} must be a clone with commit {COMMIT} (`git fetch --unshallow`): {found.stderr.strip()}"
+            )
+        return found.stdout
 
     names = sorted(git("ls-tree", "-r", "--name-only", COMMIT, folder).split())
     return "".join(git("show", f"{COMMIT}:{name}") for name in names if name.endswith(suffix))

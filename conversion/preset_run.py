@@ -39,7 +39,7 @@ from hf_linear_attention.training.distributed import disconnect, first_alone
 from hf_linear_attention.training.presets import STAGES, stages_of
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.tasks import unit_of
-from hf_linear_attention.training.tracking import METRICS, read_metrics, units_per_second
+from hf_linear_attention.training.tracking import METRICS, figures_before, units_per_second
 
 
 logger = logging.getLogger(__name__)
@@ -189,8 +189,7 @@ def _name_runs(folder: Path, training: Training) -> None:
         del run_["training"]["model_name_or_path"]
         place = trained if number == len(stages) else trained / STAGES / f"{number}-{stage.name}"
         run_["per_second"] = units_per_second(place / METRICS)
-        begin = next((event for event in read_metrics(place / METRICS) if event["step"] == 0), {})
-        run_["before"] = {x: begin[x] for x in run_["metrics"] if isinstance(begin.get(x), float)}
+        run_["before"] = figures_before(place / METRICS, run_["metrics"])
         run_["training"] = {"preset": training.preset.name, "stage": stage.name, **run_["training"]}
     (folder / HISTORY).write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
 

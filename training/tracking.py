@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,13 @@ def units_per_second(path: Path) -> float | None:
     name = f"{_unit(events)}_per_second"
     speeds = sorted(event[name] for event in events if name in event)
     return speeds[len(speeds) // 2] if speeds else None
+
+
+def figures_before(path: Path, names: Iterable[str]) -> dict[str, float]:
+    """The figures of these names with which a run began, by its `metrics.jsonl`, without counts, which do not change."""
+    events = read_metrics(path) if path.is_file() else []
+    begin = next((event for event in events if event["step"] == 0), {})
+    return {name: begin[name] for name in names if isinstance(begin.get(name), float)}
 
 
 def _unit(events: list[dict[str, Any]]) -> str:
