@@ -54,7 +54,7 @@ def units_per_second(path: Path) -> float | None:
 
 
 def figures_before(path: Path, names: Iterable[str]) -> dict[str, float]:
-    """The figures of these names with which a run began, by its `metrics.jsonl`, without counts, which do not change."""
+    """The figures of these names with which a run began, by its metrics.jsonl, without counts, which stay the same."""
     events = read_metrics(path) if path.is_file() else []
     begin = next((event for event in events if event["step"] == 0), {})
     return {name: begin[name] for name in names if isinstance(begin.get(name), float)}
