@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.modeling_outputs import ModelOutput
 
-from ..torch_kernels.implementations import implemented
 from .transformers_internals import CACHE_NAMES, COLLECTED, PER_TOKEN, cache_among, cache_name, is_stateful
 
 
@@ -59,7 +58,7 @@ def _in_chunks(forward: Callable[..., Any], linear_modules: Callable[[Any], Mapp
             return forward(self, *args, **kwargs)
         modules = linear_modules(self).values()
         chunk_size = CHUNK_SIZE
-        if tokens.is_cuda and all(implemented("takes_long_inputs", x.linear_attention, self.dtype) for x in modules):
+        if tokens.is_cuda and all(x.linear_attention.reads_at_once(self.dtype) for x in modules):
             chunk_size = max(CHUNK_SIZE, TOKENS_OF_KERNELS // max(1, tokens.shape[0]))
         if tokens.shape[1] <= chunk_size:
             return forward(self, *args, **kwargs)

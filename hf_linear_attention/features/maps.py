@@ -172,25 +172,25 @@ class LearnedFeatureMap(FeatureMap):
 
     log_features = True
     has_num_features = True
+    kernel_function: ClassVar[int]  # of `KernelMap`
 
     @staticmethod
     def default_num_features(head_dim: int) -> int:
         """Twice the head_dim."""
         return 2 * head_dim
 
-    def unscaled_map(self) -> KernelMap | None:
-        """The map of queries and keys that are scaled by sqrt(scaling) already, or None if C does not implement it."""
-        return None
+    def affine_parameters(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """Weight, bias and norm of the keys' `Affine` and the weight of the queries', for inputs scaled by
+        sqrt(scaling)."""
+        bias, norm = (getattr(self, name, None) for name in ("key_bias", "key_norm_weight"))
+        return cast(Tensor, self.key_projection), bias, norm, cast(Tensor, self.query_projection)
 
     def kernel_map(self, scaling: float) -> KernelMap | None:
-        """`unscaled_map` after the scaling."""
-        unscaled, root = self.unscaled_map(), math.sqrt(scaling)
-        if unscaled is None:
-            return None
-        query, key = cast(Affine, unscaled.query), cast(Affine, unscaled.key)
-        norm = None if key.norm is None else key.norm * scaling
-        key = Affine(key.weight * root, key.bias, norm)
-        return KernelMap(unscaled.function, Affine(query.weight * root), key)
+        """The C kernels implement this map."""
+        key, bias, norm, query = (x if x is None else with_dtype(x, torch.float32) for x in self.affine_parameters())
+        root, norm = math.sqrt(scaling), None if norm is None else norm * scaling
+        of_keys = Affine(cast(Tensor, key) * root, bias, norm)
+        return KernelMap(self.kernel_function, Affine(cast(Tensor, query) * root), of_keys)
 
     def _project(self, x: Tensor, weight: Tensor, scaling: float) -> Tensor:
         dtype = accumulation_dtype(x)
@@ -210,6 +210,7 @@ class ExpFeatureMap(LearnedFeatureMap):
     # 2.62 from 1 with a = 1. Distilled for 0.08M tokens, MiniLM reached an embedding cosine of 0.877 from scale 0.3
     # and 0.901 from 0.5.
     initial_scale: ClassVar[float] = 0.5
+    kernel_function = EXP
 
     def __init__(self, num_heads: int, num_key_value_heads: int, head_dim: int, num_features: int | None = None):
         super().__init__(num_heads, num_key_value_heads, head_dim, num_features)
@@ -241,12 +242,6 @@ class ExpFeatureMap(LearnedFeatureMap):
         weight = with_dtype(self.key_norm_weight, exponent.dtype)
         return torch.addcmul(exponent, weight, squared_norm(key), value=-scaling / 2)
 
-    def unscaled_map(self) -> KernelMap:
-        """The C kernels compute these exponents as affine maps."""
-        weight, bias = with_dtype(self.key_projection, torch.float32), with_dtype(self.key_bias, torch.float32)
-        key = Affine(weight, bias, with_dtype(self.key_norm_weight, torch.float32))
-        return KernelMap(EXP, Affine(with_dtype(self.query_projection, torch.float32)), key)
-
 
 class HedgehogFeatureMap(LearnedFeatureMap):
     """phi(x) = [softmax(x W), softmax(-x W)] per head, with W starting as the identity (Hedgehog 2024, section 4.2).
@@ -254,6 +249,8 @@ class HedgehogFeatureMap(LearnedFeatureMap):
     The two softmaxes are separate, as in the paper, whereas flash-linear-attention takes one softmax over both halves.
     `num_features` = F is twice the number of columns of W.
     """
+
+    kernel_function = HEDGEHOG
 
     def __init__(self, num_heads: int, num_key_value_heads: int, head_dim: int, num_features: int | None = None):
         super().__init__(num_heads, num_key_value_heads, head_dim, num_features)
@@ -265,11 +262,6 @@ class HedgehogFeatureMap(LearnedFeatureMap):
         start = identity_start(self.head_dim, self.num_features // 2, generator)
         init.copy_(self.query_projection, start.expand_as(self.query_projection))
         init.copy_(self.key_projection, start.expand_as(self.key_projection))
-
-    def unscaled_map(self) -> KernelMap:
-        """The C kernels compute both softmaxes from the projections."""
-        weights = (with_dtype(x, torch.float32) for x in (self.query_projection, self.key_projection))
-        return KernelMap(HEDGEHOG, *map(Affine, weights))
 
     def forward_queries(self, query: Tensor, scaling: float) -> Tensor:
         """The logarithms of both softmaxes of the projected queries."""

@@ -13,9 +13,8 @@ def register_kernels() -> None:
     from .cpu import in_large_pages
     from .delta import check_arguments, delta, delta_step
     from .fla import gpu_kernel
-    from .hybrid import hybrid, takes_hybrid
+    from .hybrid import hybrid, sinks_as_exact_keys, spans_of, takes_hybrid, window_on_cuda
     from .hybrid_step import hybrid_step, takes_hybrid_step
-    from .on_cuda import hybrid_on_cuda, hybrid_step_on_cuda, packed_hybrid_on_cuda, takes_long_inputs, window_on_cuda
     from .operators import attention, attention_step, elu_plus_one, makes_features, slot_attention
     from .triton_hybrid import scores
     from .window import window, window_both_ways
@@ -30,19 +29,17 @@ def register_kernels() -> None:
         "gated_delta_step": delta_step,
         "gpu_kernel": gpu_kernel,
         "hybrid": hybrid,
-        "hybrid_on_cuda": hybrid_on_cuda,
         "hybrid_step": hybrid_step,
-        "hybrid_step_on_cuda": hybrid_step_on_cuda,
         "in_large_pages": in_large_pages,
         "makes_features": makes_features,
-        "packed_hybrid_on_cuda": packed_hybrid_on_cuda,
         "scores_on_cuda": scores,
+        "sinks_as_exact_keys": sinks_as_exact_keys,
         "slot_attention": slot_attention,
+        "spans_of": spans_of,
         "takes_hybrid": takes_hybrid,
         "takes_hybrid_step": takes_hybrid_step,
-        "takes_long_inputs": takes_long_inputs,
         "window": window,
         "window_both_ways": window_both_ways,
         "window_on_cuda": window_on_cuda,
     }
-    register_implementations(4, functions)
+    register_implementations(5, functions)

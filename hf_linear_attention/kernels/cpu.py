@@ -229,7 +229,7 @@ def attend(function: Sequence[int], tensors: Sequence[Any], turned: Sequence[int
     query, key, is_causal = tensors[QUERY], tensors[KEY], function[2]
     length, pairs = key.shape[3], query.shape[0] * query.shape[1]
     count = min(torch.get_num_threads() // max(1, pairs), length // SHORTEST_PART)
-    if count < 2:
+    if count < 2 or not query.shape[3]:
         run_attention("attention_forward", function, tensors, turned=turned)
         return
     keys = _ranges(length, count)

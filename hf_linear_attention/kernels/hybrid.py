@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator `hybrid`: window, sinks, exact and far keys under one denominator; serving and training call it.
 
-The kernels of the parts take turns with the same memory, in both directions: far keys leave their output where the
+On CUDA it runs the kernels of triton_hybrid.py, and where neither C nor Triton takes the tensors, hybrid_in_torch.py.
+
+In C the kernels of the parts take turns with the same memory, in both directions: far keys leave their output where the
 kernel of the window completes it and that of the exact keys joins its own, and far gradients are what those of the
 window are added to. Rotary frequencies that the feature map must not see are taken back a block at a time.
 
@@ -12,16 +14,17 @@ head dimension of the values, M exact keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..torch_kernels.blocks import EMPTY_MAXIMUM, EXP, accumulation_dtype, needs_plain
+from ..torch_kernels.blocks import EMPTY_MAXIMUM, EXP, accumulation_dtype, is_tracing, needs_plain
 from ..torch_kernels.causal import gradients_with_graph
-from ..torch_kernels.exact_keys import Kept
+from . import fla, triton_hybrid
 from .checks import check_attention, check_needed, check_results, check_shape, check_turns, check_window
-from .cpu import NOT_TURNED, attend, differentiate, in_large_pages, run_attention, takes, takes_attention
+from .cpu import MOST_COLUMNS, NOT_TURNED, attend, differentiate, in_large_pages, run_attention, takes, takes_attention
 from .hybrid_arguments import HybridArguments
 from .hybrid_in_torch import hybrid_in_torch
 from .operators import (
@@ -45,34 +48,87 @@ HYBRID = (
     "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor sink_key, Tensor sink_value, Tensor seen, "
     "Tensor? log_decay, Tensor? state, Tensor key_weight, Tensor? key_bias, Tensor? key_norm, Tensor query_weight, "
     "Tensor log_scale, Tensor norm_weight, Tensor? kept_key, Tensor? kept_value, Tensor? kept_score, "
-    "Tensor? kept_age, Tensor? kept_position, Tensor? score, Tensor? position, Tensor? key_position, int function, "
-    "int window, float scaling, float[] frequencies, int first_turned, bool is_interleaved, int trained_length, "
-    "int num_exact_keys"
+    "Tensor? kept_age, Tensor? kept_position, Tensor? score, Tensor? position, Tensor? key_position, "
+    "Tensor? frequencies, Tensor? spans, int function, int window, float scaling, int first_turned, "
+    "bool is_interleaved, int trained_length, int num_exact_keys, bool is_rate"
 )
-TENSORS = 23
+TENSORS = 25
 DIFFERENTIABLE = (0, 1, 2, 4, 5, *range(7, 17))
 DECAY, STATE = 7, 8  # places among the tensors
 MORE_TENSORS = 19  # of exact_keys_forward and _backward, from those that are kept after the last query on
 
 
-def takes_hybrid(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, features: int) -> bool:
+def takes_hybrid(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sink_key: Tensor, key_weight: Tensor, function: int
+) -> bool:
     """Whether `hybrid` computes for these tensors."""
-    return not needs_plain(query) and takes_attention(query, key, value, visible, features)
+    if fla.is_on_cuda(query):
+        has_before = key.shape[2] != query.shape[2]  # of which Triton has no gradients
+        is_for_kernel = not (has_before and torch.is_grad_enabled())
+        return is_for_kernel and triton_hybrid.takes(query, key, value, sink_key, key_weight, function)
+    return not needs_plain(query) and takes_attention(query, key, value, visible, key_weight.shape[-1])
 
 
 def hybrid(arguments: Sequence[Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The operator for the `HybridArguments`, of which `takes_hybrid` is true.
 
     Returns:
-        The output `[B, H, N, W]` in the accumulation dtype, and the new tensors of the state.
+        The output `[B, H, N, W]`, in the accumulation dtype on a CPU, and the new tensors of the state.
 
     Raises:
         ValueError: if the shapes, dtypes or devices do not match.
     """
-    given = HybridArguments._make(arguments)
-    output, _, _, *state = OPERATORS.hybrid(*given)
+    given = HybridArguments(*arguments)
+    output, _, _, _, *state = OPERATORS.hybrid(*given)
     count = 1 if given.score is None else 5 + (given.key_position is not None)
     return output.transpose(1, 2), tuple(state[:count])
+
+
+def spans_of(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The `spans` of packed sequences that `numbers [B, N]` tell apart, and the position of each token in its own."""
+    place = torch.arange(numbers.shape[1], dtype=torch.int32, device=numbers.device)
+    changes = numbers[:, 1:] != numbers[:, :-1]
+    starts = torch.where(F.pad(changes, (1, 0), value=True), place, 0).cummax(dim=1).values
+    ends = torch.where(F.pad(changes, (0, 1), value=True), place + 1, len(place))
+    ends = ends.flip(1).cummin(dim=1).values.flip(1)
+    return torch.stack((starts, ends)), place - starts
+
+
+def sinks_as_exact_keys(
+    key: Tensor, score: Tensor | None, position: Tensor | None, is_sink: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """Positions and scores of packed sequences, of which a sink is an exact key with the largest score.
+
+    No other key displaces it in its sequence. Beyond the trained length, queries see exact keys at the last trained
+    distance and sinks from the last trained position: the same, if sinks stand at position 0.
+    """
+    if score is None:
+        score = key.new_zeros(*key.shape[:3], 1, dtype=torch.float32)
+    score = score.masked_fill(is_sink[:, None, :, None], torch.finfo(torch.float32).max)
+    return None if position is None else position.masked_fill(is_sink, 0), score
+
+
+def window_on_cuda(
+    near: Sequence[Tensor], position: Tensor | None, frequencies: Tensor | None, window: int, scaling: float,
+    is_interleaved: bool, trained_length: int,
+) -> Tensor | None:  # fmt: skip
+    """The output `[B, H, N, W]` of a causal window and its sinks, if Triton takes these tensors: that of `hybrid` with
+    far keys of one feature, which weigh nothing.
+
+    Args:
+        near: query, key, value, visible, sink key, sink value and seen, as in `HybridArguments`.
+    """
+    query, key, value, _, sink_key, *_ = near
+    if not fla.is_on_cuda(query) or is_tracing():
+        return None
+    weight = query.new_zeros(query.shape[1], query.shape[3], 1, dtype=torch.float32)
+    of_keys, nothing = weight[: key.shape[1]], weight[:, 0, 0]
+    if not takes_hybrid(query, key, value, near[3], sink_key, of_keys, EXP):
+        return None
+    maps = of_keys, None, None, weight, nothing + EMPTY_MAXIMUM, nothing
+    turns = 0 if frequencies is None else len(frequencies), is_interleaved, trained_length
+    others: Any = (*[None] * 6, position, None, frequencies, None)
+    return hybrid((*near, None, None, *maps, *others, EXP, window, scaling, *turns))[0]
 
 
 def _hybrid(*arguments: Any) -> tuple[Tensor, ...]:
@@ -80,18 +136,26 @@ def _hybrid(*arguments: Any) -> tuple[Tensor, ...]:
 
     Returns:
         What `hybrid_in_torch` returns, whose exact keys (none or more) always have positions; after the output come the
-        logarithm of its denominator `[B, Hkv, G, N, 1]`, and for the backward pass `[B, Hkv, G, N, 2]` the denominator
-        in the units of far keys, and the logarithm of these units.
+        logarithm of its denominator `[B, Hkv, G, N, 1]`, and two tensors for the backward pass: from C
+        `[B, Hkv, G, N, 2]`, the denominator in the units of far keys and the logarithm of these units, and nothing;
+        from Triton what `triton_prefill.choose` writes.
     """
     given = HybridArguments(*arguments)
     features = check_hybrid(given)
-    results = output, size, sums, state, *kept = _new_results(given, features)
+    on_cuda = fla.is_on_cuda(given.query)
+    results = output, size, sums, _, state, *kept = _new_results(given, features, on_cuda)
+    if on_cuda:
+        chosen = triton_hybrid.forward(given, output, size, state, kept)
+        return output, size, *chosen, state, *kept
+    for x in kept:
+        x.zero_()
     if not _takes(given):
         size.zero_(), sums.zero_()
         for x, found in zip((output, state, *kept), hybrid_in_torch(given)):
             x.copy_(found)
         return results
-    kv_heads, (first, num_far) = given.key.shape[1], given.ranges
+    given, kv_heads = given.scaled(), given.key.shape[1]
+    first, num_far = given.ranges
     in_large_pages(output)
     total, scale = sums.split(1, dim=-1)
     rows = grouped(output.transpose(1, 2), kv_heads)
@@ -113,21 +177,29 @@ def _hybrid(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _takes(given: HybridArguments) -> bool:
-    return takes(given.query, given.key, given.value, given.sink_key, given.sink_value, given.key_weight)
+    is_for_c = given.spans is None and given.key_weight.shape[-1] <= MOST_COLUMNS
+    return is_for_c and takes(given.query, given.key, given.value, given.sink_key, given.sink_value)
 
 
 def _fake_hybrid(*arguments: Any) -> tuple[Tensor, ...]:
     given = HybridArguments(*arguments)
-    return _new_results(given, check_hybrid(given))
+    return _new_results(given, check_hybrid(given), given.query.device.type == "cuda")
 
 
-def _new_results(given: HybridArguments, features: int) -> tuple[Tensor, ...]:
-    (batch, heads, length, _), kv_heads, width = given.query.shape, given.key.shape[1], given.value.shape[3]
-    output = given.query.new_empty(batch, length, heads, width, dtype=accumulation_dtype(given.query))
-    size = output.new_empty(batch, kv_heads, heads // kv_heads, length, 1)
-    state = output.new_empty(batch, kv_heads, features, width + 2)
-    kept: Any = Kept.nothing(given.key, given.value, given.num_exact_keys, True)
-    return output, size, size.new_empty(*size.shape[:-1], 2), state, *kept
+def _new_results(given: HybridArguments, features: int, on_cuda: bool) -> tuple[Tensor, ...]:
+    query, key, value, count, number = *given[:3], given.num_exact_keys, accumulation_dtype(given.query)
+    (batch, heads, length, _), (_, kv_heads, _, dim), width = query.shape, key.shape, value.shape[3]
+    output = query.new_empty(batch, length, heads, width, dtype=query.dtype if on_cuda else number)
+    size = query.new_empty(batch, kv_heads, heads // kv_heads, length, 1, dtype=number)
+    state, rows = size.new_empty(batch, kv_heads, features, width + 2), (batch, kv_heads, count)
+    kept = [key.new_empty(*rows, dim), value.new_empty(*rows, width)]
+    kept += [key.new_empty(*rows, 1, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.int32)]
+    if not on_cuda:
+        return output, size, size.new_empty(*size.shape[:-1], 2), size.new_empty(0), state, *kept
+    lengths = (count + length, length) if count else ()
+    chosen = [key.new_empty(batch * kv_heads, n, dtype=torch.int32) for n in lengths]
+    chosen = chosen or [key.new_empty(0, dtype=torch.int32) for _ in range(2)]
+    return output, size, *chosen, state, *kept
 
 
 def _hybrid_backward(
@@ -138,38 +210,53 @@ def _hybrid_backward(
     *arguments: Any,
 ) -> list[Tensor]:
     """The gradients of the arguments at `DIFFERENTIABLE`; those at the end are empty where they are not needed."""
-    *others, output, size, sums, needed = arguments
+    *others, output, size, first, second, needed = arguments
     given = HybridArguments(*others)
-    features = check_hybrid(given)
+    features, on_cuda = check_hybrid(given), fla.is_on_cuda(given.query)
     grads = {"output": grad_output, "state": grad_state, "kept_key": grad_kept_key, "kept_value": grad_kept_value}
     query, key, value = (x.to("meta") for x in given[:3])
-    likes = _new_results(given._replace(query=query, key=key, value=value), features)
-    results = {"output": output, "log_size": size, "denominator": sums}
+    likes = _new_results(given._replace(query=query, key=key, value=value), features, on_cuda)
+    results = {"output": output, "log_size": size, "first": first, "second": second}
     named = {f"grad_{name}": x for name, x in grads.items()}
-    check_results(given.query, (likes[0], *likes[3:6], *likes[:3]), **named, **results)
+    check_results(given.query, (likes[0], *likes[4:7], *likes[:4]), **named, **results)
     for name, x in results.items():
         if not x.is_contiguous():
             raise ValueError(f"`{name}` is not dense; pass it as `hybrid` returned it.")
     check_needed(needed, TENSORS)
-    # C has no gradients of exact keys after others, or beyond the trained length.
-    is_beyond_c = bool(given.kept) or (given.score is not None and _is_clamped(given))
-    found = _gradients_in_c if _takes(given) and not is_beyond_c else _gradients
-    return found(given, list(grads.values()), (output, size, sums), needed)
+    incoming = list(grads.values())
+    if on_cuda:
+        # Triton has gradients of outputs alone, where nothing comes before.
+        is_for_kernel = grad_output is not None and not given.before and all(x is None for x in incoming[1:])
+        kernel: Any = triton_hybrid.gradients
+    else:
+        # C has no gradients of exact keys after others, or beyond the trained length.
+        is_beyond_c = bool(given.kept) or (given.score is not None and _is_clamped(given))
+        is_for_kernel, kernel = _takes(given) and not is_beyond_c, _gradients_in_c
+    return (kernel if is_for_kernel else _gradients)(given, incoming, (output, size, first, second), needed)
 
 
-def _gradients(given: HybridArguments, grads: Sequence[Tensor | None], _: Any, needed: Sequence[bool]) -> list[Tensor]:
+def _gradients(
+    given: HybridArguments, grads: Sequence[Tensor | None], results: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor]:
     wanted = [place < 6 or need for place, need in enumerate(needed)]  # as C makes them
-    inputs, how = given[:TENSORS], given[TENSORS:]
-    found = gradients_in_torch(lambda *x: hybrid_in_torch(HybridArguments(*x, *how)), inputs, wanted, grads)
+    inputs, how = given[:TENSORS], (*given[TENSORS:], results[0].dtype)
+    found = gradients_in_torch(lambda *x: _plain(*x, *how), inputs, wanted, grads)
     return [found[place].contiguous() if place > 2 else found[place] for place in DIFFERENTIABLE]
 
 
+def _plain(*given: Any) -> list[Tensor]:
+    """`hybrid_in_torch` of all arguments but the last, which is the dtype of the output."""
+    *arguments, dtype = given
+    output, *state = hybrid_in_torch(HybridArguments(*arguments))
+    return [output.to(dtype), *state]
+
+
 def _gradients_in_c(
-    given: HybridArguments, incoming: Sequence[Tensor | None], results: Sequence[Tensor], needed: Sequence[bool]
+    raw: HybridArguments, incoming: Sequence[Tensor | None], results: Sequence[Tensor], needed: Sequence[bool]
 ) -> list[Tensor]:
-    (output, size, sums), features = results, check_attention(*given.far())
+    (output, size, sums, _), features, given = results, check_attention(*raw.far()), raw.scaled()
     grad_output, grad_state, *grad_kept = incoming
-    tensors: Any = given[:TENSORS]
+    tensors: Any = raw[:TENSORS]
     kv_heads, (first, num_far) = given.key.shape[1], given.ranges
     grads = [in_large_pages(gradient_like(x)) for x in (given.query, given.key, given.value)]
     sink_grads = [x.new_empty(x.shape) for x in (given.sink_key, given.sink_value)]
@@ -182,7 +269,7 @@ def _gradients_in_c(
     parts = [made[0][:, :, :, first:], *(grad[:, :, :, :num_far] for grad in made[1:])]
     maps: list[Tensor | None] = [None] * 8
     if num_far:
-        gone = _displaced(given, _new_results(given, 1)[4:])
+        gone = _displaced(given, _new_results(given, 1, False)[5:])
         far, turned = _far_arguments(given, gone)
         # Of decay, key map, query map and state, per batch member and head.
         maps = memory_per_head(far[4:12], [needed[DECAY], *needed[9:15], needed[STATE]])
@@ -204,8 +291,13 @@ def _gradients_in_c(
     constant, norm = (None if x is None else x.flatten(1).sum(0) for x in maps[5:7])
     norm = None if norm is None else (norm * given.scaling).to(given.norm_weight.dtype)
     constant = None if constant is None else constant.to(given.log_scale.dtype)
-    decay, state, *affine = shared_gradients(maps, given.log_decay, tensors[9:13])
-    found = (decay, state, *affine, constant, norm, None, None)
+    decay, state, *affine = shared_gradients(maps, given.log_decay, given[9:13])
+    if decay is not None and raw.is_rate:
+        decay = decay * -cast(Tensor, raw.log_decay).float().sigmoid()
+    root = given.scaling**0.5
+    factors, likes = (1, 1, root, 1, given.scaling, root), tensors[DECAY:13]
+    scaled = [None if x is None else (x * by).to(y.dtype) for x, by, y in zip((decay, state, *affine), factors, likes)]
+    found = (*scaled, constant, norm, None, None)
     others = [
         x.new_zeros(x.shape) if grad is None and need and x is not None else or_nothing(grad, given.query)
         for x, grad, need in zip(tensors[DECAY:17], found, needed[DECAY:17])
@@ -214,7 +306,7 @@ def _gradients_in_c(
 
 
 def _fake_hybrid_backward(*arguments: Any) -> list[Tensor]:
-    needed, given = arguments[-1], HybridArguments(*arguments[4:-4])
+    needed, given = arguments[-1], HybridArguments(*arguments[4:-5])
     check_hybrid(given)
     tensors: Any = [given[place] for place in DIFFERENTIABLE]
     dense = [gradient_like(x) for x in tensors[:3]] + [x.new_empty(x.shape) for x in tensors[3:5]]
@@ -226,15 +318,13 @@ def _fake_hybrid_backward(*arguments: Any) -> list[Tensor]:
 
 
 def _differentiate(ctx: Any, grad_output: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, output, size, sums = ctx.saved_tensors
-    incoming = grad_output, *grads[2:5]
+    *inputs, output, size, first, second = ctx.saved_tensors
+    incoming = grad_output, *grads[3:6]
     needed = [bool(need) for need in ctx.needs_input_grad[:TENSORS]]
     if torch.is_grad_enabled():
-        found = gradients_with_graph(
-            lambda *x: hybrid_in_torch(HybridArguments(*x, *ctx.how))[: len(incoming)], inputs, incoming
-        )
+        found = gradients_with_graph(lambda *x: _plain(*x, *ctx.how, output.dtype)[: len(incoming)], inputs, incoming)
     else:
-        made = iter(OPERATORS.hybrid_backward(*incoming, *inputs, *ctx.how, output, size, sums, needed))
+        made = iter(OPERATORS.hybrid_backward(*incoming, *inputs, *ctx.how, output, size, first, second, needed))
         found = [next(made) if place in DIFFERENTIABLE else None for place in range(TENSORS)]
     return *(grad if need else None for grad, need in zip(found, needed)), *(None for _ in ctx.how)
 
@@ -267,9 +357,10 @@ def _run_exact(given: HybridArguments, name: str, *others: Tensor | None) -> Non
     keys = (with_rows(x)[:, :, :num_far].unsqueeze(2) for x in (given.key, given.value, score) if x is not None)
     key, value, score = keys
     scale = score.new_full((1,) * 5, given.scaling).expand(batch, kv_heads, -1, -1, -1)
-    angles = score.new_tensor(given.frequencies).expand(1, 1, 1, 1, -1)
+    angles = score.new_empty(0) if given.frequencies is None else given.frequencies
+    angles = angles.expand(1, 1, 1, 1, -1)
     old = (*(x.contiguous().unsqueeze(2) for x in given.kept), *[None] * (5 - len(given.kept)))
-    query, pairs = grouped(with_rows(given.query), kv_heads)[:, :, :, first:], len(given.frequencies)
+    query, pairs = grouped(with_rows(given.query), kv_heads)[:, :, :, first:], given.pairs
     turned = (pairs, given.first_turned, *((2, 1) if given.is_interleaved else (1, pairs)))
     tensors = (query, key, value, mask, score, *places, angles, scale, *old, *others)
     missing = [None] * (MORE_TENSORS - len(others))
@@ -284,7 +375,7 @@ def _far_arguments(given: HybridArguments, gone: Sequence[Tensor] | None) -> tup
     found[1:4] = found[1:4] if gone is None else [gone[0], gone[1], gone[3]]
     found[-1] = None if gone is None else gone[2]
     place, key_place, hidden = given.position, given.key_position, given.first_turned
-    if hidden == len(given.frequencies) or place is None or key_place is None:
+    if hidden == given.pairs or place is None or key_place is None:
         return found, NOT_TURNED
     turn, turned = _angles(given, hidden, -place)
     found[-3] = table_per_head(turn[:, first:], given.query, kv_heads)
@@ -305,7 +396,7 @@ def _near_arguments(given: HybridArguments) -> tuple[list[Tensor | None], Sequen
 
 def _is_clamped(given: HybridArguments) -> bool:
     """Whether some query is beyond the trained length."""
-    if not given.trained_length or not given.frequencies or given.position is None:
+    if not given.trained_length or not given.pairs or given.position is None:
         return False
     return int(given.position.max()) >= given.trained_length
 
@@ -314,8 +405,8 @@ def _angles(given: HybridArguments, first: int, tokens: Tensor) -> tuple[Tensor,
     """The cosines and then the sines `[B, rows, 2 R]` of the angles of pairs from number `first` on for so many
     `tokens [B, rows]`, and the columns of these pairs, as `run_attention` wants to know them.
     """
-    half = len(given.frequencies)
-    angle = tokens.unsqueeze(-1).float() * tokens.new_tensor(given.frequencies[first:], dtype=torch.float32)
+    half = given.pairs
+    angle = tokens.unsqueeze(-1).float() * cast(Tensor, given.frequencies)[first:]
     columns = (2 * first, 2, 1) if given.is_interleaved else (first, 1, half)
     return torch.cat((angle.cos(), angle.sin()), dim=-1), (half - first, *columns)
 
@@ -341,8 +432,14 @@ def check_hybrid(given: HybridArguments) -> int:
         )
     if given.function < EXP:
         raise ValueError(f"`function` = {given.function} is not one of 2 (exp) and 3 (Hedgehog).")
-    each = (batch, kv_heads, count)
+    each, columns = (batch, kv_heads, count), given.key_weight.shape[-1] if given.key_weight.ndim else 0
     expected = (
+        ("key_weight", given.key_weight, (kv_heads, dim, columns), None),
+        ("key_bias", given.key_bias, (kv_heads, 1, columns), None),
+        ("key_norm", given.key_norm, (kv_heads, 1, 1), None),
+        ("query_weight", given.query_weight, (heads, dim, columns), None),
+        ("frequencies", given.frequencies, (given.pairs,), torch.float32),
+        ("spans", given.spans, (2, batch, length), torch.int32),
         ("log_scale", given.log_scale, (heads,), None),
         ("norm_weight", given.norm_weight, (heads,), None),
         ("kept_key", given.kept_key, (*each, dim), key.dtype),
@@ -366,22 +463,24 @@ def check_hybrid(given: HybridArguments) -> int:
             "keys need scores, and with a state there are 4 tensors of them, or 5 with the positions of keys."
         )
     tensors = 7 + has_places if not has_scores else 12 + 2 * has_places
-    turns = len(given.frequencies), given.first_turned, given.trained_length
+    turns = given.pairs, given.first_turned, given.trained_length
     check_turns(dim, has_scores, given.position is not None, tensors, *turns)
+    if given.spans is not None and (given.before or given.sink_key.shape[2] or not count):
+        raise ValueError("Packed sequences have no keys before them, no sinks, and at least one exact key.")
     return check_attention(*given.far())
 
 
 OPERATORS_OF_HYBRID = {
     "hybrid": Operator(
-        f"({HYBRID}) -> ({', '.join(['Tensor'] * 9)})",
+        f"({HYBRID}) -> ({', '.join(['Tensor'] * 10)})",
         _hybrid,
         _fake_hybrid,
         _differentiate,
-        saving(TENSORS, outputs=3, constants=[1, 2, 6, 7, 8]),
+        saving(TENSORS, outputs=4, constants=[1, 2, 3, 7, 8, 9]),
     ),
     "hybrid_backward": Operator(
         f"(Tensor? grad_output, Tensor? grad_state, Tensor? grad_kept_key, Tensor? grad_kept_value, {HYBRID}, "
-        "Tensor output, Tensor log_size, Tensor denominator, bool[] needed) -> Tensor[]",
+        "Tensor output, Tensor log_size, Tensor first, Tensor second, bool[] needed) -> Tensor[]",
         _hybrid_backward,
         _fake_hybrid_backward,
     ),

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of `hybrid` to window, sinks, exact and far keys in one sum: the arguments of its operators.
 
+They are the tensors of a mechanism as they are, whatever computes: torch, C or Triton.
+
            sinks           far, some exact            window
     keys   0 1 2 3 | 4 5 ......... i - w | i - w + 1 ..... i
 
 Axes: B batch, H query heads, Hkv key/value heads, N queries, L rows of keys, D head_dim, F features, W head dimension
-of the values, s sinks, w tokens of a window, M exact keys.
+of the values, s sinks, w tokens of a window, M exact keys, R rotary frequencies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..mechanisms.base import Rotary
 from ..positions.rotary import RotaryShift
-from ..torch_kernels.blocks import EXP
+from ..torch_kernels.blocks import EXP, accumulated
 
 
 class HybridArguments(NamedTuple):
@@ -26,7 +29,7 @@ class HybridArguments(NamedTuple):
     `key` has N rows, one for each query, or `window` rows more, of tokens before the first query; only then can there
     be a `state` of still older tokens. `visible` is False where a key belongs neither to the window nor to the keys
     behind it. A far key weighs exp(log_scale - norm_weight scaling |q|^2 / 2) phi(q)·phi(k), all others exp(scaling
-    q·k).
+    q·k). The map phi is one for inputs scaled by sqrt(scaling).
 
     Rotary embedding has turned the pairs of columns of queries and keys by `frequencies` and their positions. The
     feature map does not see the turns from pair `first_turned` on; if there are any, keys need positions. From
@@ -34,6 +37,9 @@ class HybridArguments(NamedTuple):
 
     With `num_exact_keys` = M above 0, of the keys that have left the window the M with the largest `score` are exact
     (see `exact_keys`), and only the others are far. The tensors of `Kept` come with a `state`.
+
+    With `spans`, rows hold packed sequences, without padding between the tokens of one. Nothing comes before, and there
+    are exact keys, but no sinks; the state in the end is undefined.
     """
 
     query: Tensor  # [B, H, N, D]
@@ -43,9 +49,9 @@ class HybridArguments(NamedTuple):
     sink_key: Tensor  # [B, Hkv, s, D]
     sink_value: Tensor  # [B, Hkv, s, W]
     seen: Tensor  # [B, N, s] bool
-    log_decay: Tensor | None  # [Hkv]
+    log_decay: Tensor | None  # [Hkv]; with `is_rate` it is -softplus of this
     state: Tensor | None  # [B, Hkv, F, W + 2]
-    key_weight: Tensor  # see `torch_kernels.blocks.KernelMap`
+    key_weight: Tensor  # [Hkv, D, columns], see `torch_kernels.blocks.KernelMap`
     key_bias: Tensor | None
     key_norm: Tensor | None
     query_weight: Tensor
@@ -59,14 +65,21 @@ class HybridArguments(NamedTuple):
     score: Tensor | None = None  # [B, Hkv, L, 1] float32
     position: Tensor | None = None  # [B, N] int32
     key_position: Tensor | None = None  # [B, L] int32
+    frequencies: Tensor | None = None  # [R] float32
+    spans: Tensor | None = None  # [2, B, N] int32, where the sequence of each token begins, and where it ends
     function: int = EXP
     window: int = 1
     scaling: float = 1.0
-    frequencies: Sequence[float] = ()
     first_turned: int = 0
     is_interleaved: bool = False
     trained_length: int = 0
     num_exact_keys: int = 0
+    is_rate: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs of columns that are turned."""
+        return 0 if self.frequencies is None else self.frequencies.numel()
 
     @property
     def before(self) -> int:
@@ -95,26 +108,36 @@ class HybridArguments(NamedTuple):
     @property
     def shifts(self) -> tuple[RotaryShift | None, RotaryShift | None]:
         """What takes back the turns that the map does not see, and what moves to within the trained length."""
-        rotary = Rotary(tuple(self.frequencies), self.is_interleaved)
-        hidden = RotaryShift(rotary, self.first_turned) if self.first_turned < len(self.frequencies) else None
-        return hidden, RotaryShift(rotary) if self.frequencies and self.trained_length else None
+        rotary = Rotary(cast(Any, self.frequencies), self.is_interleaved)
+        hidden = RotaryShift(rotary, self.first_turned) if self.first_turned < self.pairs else None
+        return hidden, RotaryShift(rotary) if self.pairs and self.trained_length else None
+
+    def scaled(self) -> HybridArguments:
+        """The same with a map for inputs as they are, and with the decay itself."""
+        root, norm = self.scaling**0.5, None if self.key_norm is None else accumulated(self.key_norm) * self.scaling
+        key_weight, query_weight = (accumulated(x) * root for x in (self.key_weight, self.query_weight))
+        decay = decay_of(self.log_decay, self.is_rate)
+        return self._replace(
+            key_weight=key_weight, key_norm=norm, query_weight=query_weight, log_decay=decay, is_rate=False
+        )
 
 
 class StepArguments(NamedTuple):
     """The arguments of the operator `hybrid_step`: one new real token, and the state that it changes.
 
     The oldest token of the window moves to the exact keys or to the far sums. With exact keys the score of token n
-    (counted from 1) is `score` + n `slope`. See `HybridArguments` for positions; the map is one for inputs scaled by
-    sqrt(scaling), with one matrix per head.
+    (counted from 1) is `score` + n `slope` `slope_scale`. See `HybridArguments` for the others.
+
+    Parameters, scores and positions may have any dtype of their kind.
     """
 
     query: Tensor  # [B, H, 1, D]
     key: Tensor  # [B, Hkv, 1, D]
     value: Tensor  # [B, Hkv, 1, W]
-    score: Tensor | None  # [B, 1, Hkv] float32
-    slope: Tensor | None  # [Hkv] float32
-    position: Tensor | None  # [B, 1] int32
-    key_weight: Tensor  # [Hkv, D, columns], see `KernelMap`
+    score: Tensor | None  # [B, 1, Hkv]
+    slope: Tensor | None  # [Hkv]
+    position: Tensor | None  # [B, 1]
+    key_weight: Tensor  # [Hkv, D, columns]
     key_bias: Tensor | None
     key_norm: Tensor | None
     query_weight: Tensor
@@ -122,9 +145,16 @@ class StepArguments(NamedTuple):
     state: Sequence[Tensor]  # see `WindowState.stored`
     log_scale: Tensor  # [H]
     norm_weight: Tensor  # [H]
-    frequencies: Sequence[float]
+    frequencies: Tensor | None  # [R] float32
     first_turned: int
     is_interleaved: bool
     trained_length: int
     function: int
     scaling: float
+    slope_scale: float = 1.0
+    is_rate: bool = False
+
+
+def decay_of(log_decay: Tensor | None, is_rate: bool) -> Tensor | None:
+    """The logarithm of the decay per token."""
+    return -F.softplus(accumulated(log_decay)) if log_decay is not None and is_rate else log_decay

@@ -26,8 +26,11 @@ def hybrid_in_torch(given: HybridArguments) -> list[Tensor]:
 
     Returns:
         The output `[B, N, H, W]` in the accumulation dtype; the state after the keys that have left the window of the
-        last query; with exact keys, the tensors of `Kept` then.
+        last query; with exact keys, the tensors of `Kept` then. Of packed sequences, the output alone.
     """
+    if given.spans is not None:
+        return [_packed(given)]
+    given = given.scaled()
     query, length, kv_heads = accumulated(given.query), given.query.shape[2], given.key.shape[1]
     (hidden, to_last), missing = given.shifts, given.window - given.before
     visible = F.pad(given.visible, (missing, 0))  # key t leaves the window before query t
@@ -63,6 +66,22 @@ def hybrid_in_torch(given: HybridArguments) -> list[Tensor]:
     return [output, state, *(x for x in kept if x is not None)]
 
 
+def _packed(given: HybridArguments) -> Tensor:
+    """The output of one sequence after the other."""
+    rows, (starts, ends) = [], cast(Tensor, given.spans).tolist()
+    for number, row in enumerate(zip(starts, ends)):
+        row_of, found = slice(number, number + 1), []
+        for start, end in sorted(set(zip(*row))):
+            tokens = slice(start, end)
+            by_head = {name: getattr(given, name)[row_of, :, tokens] for name in ("query", "key", "value", "score")}
+            names = ("visible", "seen", "position", "key_position")
+            others = {name: x[row_of, tokens] for name in names if (x := getattr(given, name)) is not None}
+            sinks = {name: getattr(given, name)[row_of] for name in ("sink_key", "sink_value")}
+            found.append(hybrid_in_torch(given._replace(spans=None, **by_head, **others, **sinks))[0])
+        rows.append(torch.cat(found, dim=1))
+    return torch.cat(rows)
+
+
 def _near_part(
     given: HybridArguments, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, to_last: RotaryShift | None
 ) -> Part:
@@ -84,6 +103,7 @@ def hybrid_step_in_torch(given: StepArguments) -> tuple[Tensor, list[Tensor]]:
     has_scores, has_places = given.score is not None, len(given.state) in (8, 14)
     number = (4 + has_places) * has_scores
     sums, kept, window = given.state[0], given.state[1 : 1 + number], given.state[1 + number :]
+    position_now = None if given.position is None else given.position.int()
     old_key, old_value, old_kind, sink_key, sink_value, num_seen, *others = window
     place = torch.arange(sink_key.shape[2], dtype=torch.long, device=num_seen.device)
     here, kind = (place == num_seen)[:, None, :, None], torch.where(num_seen < len(place), SINK, ORDINARY)
@@ -92,17 +112,18 @@ def hybrid_step_in_torch(given: StepArguments) -> tuple[Tensor, list[Tensor]]:
     kind, num_seen = torch.cat((old_kind, kind.to(old_kind.dtype)), dim=1), num_seen + 1
     score = position = None
     if given.score is not None and given.slope is not None:
-        own = given.score.mT.unsqueeze(3) + given.slope[:, None, None] * num_seen[:, None, None].float()
+        slope = (given.slope * given.slope_scale)[:, None, None]
+        own = (given.score.mT.unsqueeze(3) + slope * num_seen[:, None, None].float()).to(others[-1].dtype)
         score = torch.cat((others[-1], own), dim=2)
     if has_places:
-        position = torch.cat((others[0], cast(Tensor, given.position)), dim=1)
-    norm = None if given.key_norm is None else given.key_norm * given.scaling
-    root, seen = given.scaling**0.5, (place < num_seen)[:, None]
+        position = torch.cat((others[0], cast(Tensor, position_now)), dim=1)
+    seen = (place < num_seen)[:, None]
     arguments: Any = (
         *(given.query, key, value, kind == ORDINARY, sink_key, sink_value, seen, given.log_decay, sums),
-        *(given.key_weight * root, given.key_bias, norm, given.query_weight * root, given.log_scale, given.norm_weight),
-        *(*kept, *[None] * (5 - number), score, given.position, position, given.function, old_key.shape[2]),
-        *(given.scaling, *given[14:18], kept[0].shape[2] if kept else 0),
+        *(given.key_weight, given.key_bias, given.key_norm, given.query_weight, given.log_scale, given.norm_weight),
+        *(*kept, *[None] * (5 - number), score, position_now, position, given.frequencies, None, given.function),
+        *(old_key.shape[2], given.scaling, given.first_turned, given.is_interleaved, given.trained_length),
+        *(kept[0].shape[2] if kept else 0, given.is_rate),
     )
     output, sums, *kept = hybrid_in_torch(HybridArguments(*arguments))
     state = [sums, *kept, key[:, :, 1:], value[:, :, 1:], kind[:, 1:], sink_key, sink_value, num_seen]

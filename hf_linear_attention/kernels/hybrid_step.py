@@ -6,7 +6,6 @@ Axes: B batch, H query heads, Hkv key/value heads, D head_dim, F features, W hea
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -14,10 +13,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ..mechanisms.window import WindowState
 from ..torch_kernels.blocks import EXP, HEDGEHOG, with_dtype
+from . import fla, triton_hybrid
 from .checks import check_blocks, check_heads, check_rows, check_shape, check_turns
 from .cpu import STEP_NUMBERS, run_step, takes, takes_step, without_dispatcher
-from .hybrid_arguments import StepArguments
+from .hybrid_arguments import StepArguments, decay_of
 from .hybrid_in_torch import hybrid_step_in_torch
 from .operators import Operator, register
 
@@ -25,12 +26,10 @@ from .operators import Operator, register
 STEP = (
     "Tensor query, Tensor key, Tensor value, Tensor? score, Tensor? slope, Tensor? position, "
     "Tensor key_weight, Tensor? key_bias, Tensor? key_norm, Tensor query_weight, Tensor? log_decay, {} state, "
-    "Tensor log_scale, Tensor norm_weight, float[] frequencies, int first_turned, "
-    "bool is_interleaved, "
-    "int trained_length, int function, float scaling"
+    "Tensor log_scale, Tensor norm_weight, Tensor? frequencies, int first_turned, bool is_interleaved, "
+    "int trained_length, int function, float scaling, float slope_scale, bool is_rate"
 )
-# The place of the state among these arguments.
-STEP_STATE = 11
+POSITION, STEP_STATE = 5, 11  # places among these arguments
 # The tensors of a state in the order of C, by how many there are: with positions, exact keys, both or neither.
 PLACES: dict[int, tuple[int | None, ...]] = {
     7: (*range(7), *[None] * 7),
@@ -38,14 +37,18 @@ PLACES: dict[int, tuple[int | None, ...]] = {
     12: (0, *range(5, 11), None, 11, *range(1, 5), None),
     14: (0, *range(6, 14), *range(1, 6)),
 }
-
-
-# What kernels on CUDA convert where they read it.
+# What the kernels convert.
 CONVERTED = {torch.float32: (torch.float16, torch.bfloat16, torch.float64), torch.int32: (torch.int64,)}
 
 
-# Whether `hybrid_step` computes a step for these tensors.
-takes_hybrid_step = functools.partial(takes_step, in_graphs=True)
+def takes_hybrid_step(
+    query: Tensor, key: Tensor, value: Tensor, state: WindowState, key_weight: Tensor, function: int
+) -> bool:
+    """Whether `hybrid_step` computes a step for these tensors, without gradients only."""
+    if fla.is_on_cuda(query):
+        sizes = query, key, value, state.sink_key, key_weight, function
+        return not torch.is_grad_enabled() and triton_hybrid.takes(*sizes)
+    return takes_step(query, key, value, state.key, state.value, in_graphs=True)
 
 
 def hybrid_step(given: Sequence[Any], in_place: bool, rows: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -59,9 +62,13 @@ def hybrid_step(given: Sequence[Any], in_place: bool, rows: Tensor | None) -> tu
 
 
 def _hybrid_step(*arguments: Any) -> list[Tensor]:
-    """The operator: the output `[B, 1, H, W]`, float32, and the tensors of the new state; see `StepArguments`."""
+    """The operator: the output `[B, 1, H, W]`, float32 on a CPU, and the tensors of the new state."""
     state = [x.contiguous() for x in arguments[STEP_STATE]]
     given = StepArguments(*arguments)._replace(state=state)
+    if fla.is_on_cuda(given.query):
+        check_hybrid_step(given, None)
+        new_state = [torch.empty_like(x) for x in state]
+        return [triton_hybrid.step(given, _in_order(state), _in_order(new_state), None), *new_state]
     layout = _layout_of(given, None)
     if not layout.is_for_c:
         output, new_state = hybrid_step_in_torch(given)
@@ -73,6 +80,11 @@ def _hybrid_step(*arguments: Any) -> list[Tensor]:
 def _hybrid_step_(*arguments: Any) -> Tensor:
     """The operator in place, in the blocks `rows` of the state if they are given, else sequence b in block b."""
     given, rows = StepArguments._make(arguments[:-1]), arguments[-1]
+    if fla.is_on_cuda(given.query):
+        check_hybrid_step(given, rows)
+        check_blocks(*given.state)
+        state = _in_order(given.state)
+        return triton_hybrid.step(given, state, state, rows)
     layout = _layout_of(given, rows)
     if layout.is_for_c:
         return _run_hybrid_step(given, layout, given.state, None if rows is None else rows.contiguous())
@@ -83,24 +95,40 @@ def _hybrid_step_(*arguments: Any) -> Tensor:
     return output
 
 
+def _in_order(state: Sequence[Tensor]) -> list[Tensor | None]:
+    return [None if place is None else state[place] for place in PLACES[len(state)]]
+
+
 def _run_hybrid_step(
     given: StepArguments, layout: StepLayout, new_state: Sequence[Tensor], rows: Tensor | None = None
 ) -> Tensor:
     """Write the new state, and return the output."""
-    shape, strides, places, is_dense, _ = layout
-    tensors: Any = (*given[:STEP_STATE], given.log_scale, given.norm_weight)
-    dense = tensors if is_dense else [None if x is None else x.contiguous() for x in tensors]
+    shape, strides, places, is_ready, _ = layout
+    slope = None if given.slope is None else given.slope * given.slope_scale
+    position = None if given.position is None else given.position.to(torch.int32)
+    decay = decay_of(given.log_decay, given.is_rate)
+    tensors: Any = (*given[:4], slope, position, *given[POSITION + 1 : STEP_STATE - 1], decay)
+    tensors = (*tensors, given.log_scale, given.norm_weight)
+    dense = tensors if is_ready else [_for_c(place, x) for place, x in enumerate(tensors)]
     tokens = [0 if x is None else x.data_ptr() for x in dense]
-    rows_of_output, width, angles = shape[0] * shape[2] * shape[3], shape[8], _floats(tuple(given.frequencies))
+    rows_of_output, width = shape[0] * shape[2] * shape[3], shape[8]
+    angles = 0 if given.frequencies is None else given.frequencies.data_ptr()
     # C needs memory for the sizes, the largest logits, and the far part, too.
     memory = given.state[0].new_empty(rows_of_output * (2 * width + 3))
     first, size = memory.data_ptr(), 4 * rows_of_output
     results = [first + size * columns for columns in (0, width, width + 1, width + 2, 2 * width + 2)]
-    addresses = [*tokens[:6], ctypes.addressof(angles), *tokens[6:], 0, *results]  # no beta
+    addresses = [*tokens[:6], angles, *tokens[6:], 0, *results]  # no beta
     for each in (given.state, new_state):
         addresses += [0 if place is None else each[place].data_ptr() for place in places]
     run_step("hybrid_step", shape, addresses, strides, rows, given.scaling)
     return memory[: rows_of_output * width].view(shape[0], 1, shape[2] * shape[3], width)
+
+
+def _for_c(place: int, x: Tensor | None) -> Tensor | None:
+    """The argument at this place, dense and in the dtype that C reads; queries, keys and values keep theirs."""
+    if x is None:
+        return None
+    return (x if place < 3 or place == POSITION else with_dtype(x, torch.float32)).contiguous()
 
 
 class StepLayout(NamedTuple):
@@ -109,7 +137,7 @@ class StepLayout(NamedTuple):
     shape: tuple[int, ...]  # those of csrc/linear_attention.h
     strides: bytes
     places: tuple[int | None, ...]
-    is_dense: bool  # whether all tensors but the state are
+    is_ready: bool  # whether all tensors but the state are dense, and as C reads them
     is_for_c: bool
 
 
@@ -126,35 +154,33 @@ def _layout_of(given: StepArguments, rows: Tensor | None) -> StepLayout:
     """
     arguments: tuple[Any, ...] = given
     state, log_scale, norm_weight, frequencies, *others = arguments[STEP_STATE:]
-    tensors: Any = (*given[:STEP_STATE], log_scale, norm_weight)
+    tensors: Any = (*given[:STEP_STATE], log_scale, norm_weight, frequencies)
     described = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, *state, rows)]
-    known = (*described, tuple(frequencies), *others)
+    known = (*described, *others)
     if (found := LAYOUTS.get(known)) is not None:
         return found
     check_hybrid_step(given, rows)
     check_blocks(*state)
-    (*turns, function, _), (query, key, value) = others, given[:3]
+    (*turns, function, _, _, _), (query, key, value) = others, given[:3]
     (batch, heads), kv_heads, width, places = query.shape[:2], key.shape[1], value.shape[3], PLACES[len(state)]
     window, sinks = (state[cast(int, places[number])] for number in (1, 4))
     shape = (
         *(batch, state[0].shape[0], kv_heads, heads // kv_heads, window.shape[2], sinks.shape[2]),
         *(key.shape[3], state[0].shape[2], width, function),
         *(query.element_size(), key.element_size(), value.element_size()),
-        *(0 if given[3] is None else state[1].shape[2], len(frequencies), *turns),
+        *(0 if given[3] is None else state[1].shape[2], 0 if frequencies is None else len(frequencies), *turns),
     )
     strides = tuple(0 if place is None else state[place].stride(0) * state[place].element_size() for place in places)
-    is_dense = all(x is None or x.is_contiguous() for x in tensors)
+    is_ready = all(
+        x is None or (x.is_contiguous() and (place < 3 or place == POSITION or x.dtype == torch.float32))
+        for place, x in enumerate(tensors)
+    )
     if len(LAYOUTS) == MOST_LAYOUTS:
         LAYOUTS.clear()
     found = LAYOUTS[known] = StepLayout(
-        shape, _strides(shape[2:13], strides), places, is_dense, takes(query, key, value)
+        shape, _strides(shape[2:13], strides), places, is_ready, takes(query, key, value)
     )
     return found
-
-
-@functools.lru_cache
-def _floats(numbers: tuple[float, ...]) -> Any:
-    return (ctypes.c_float * len(numbers))(*numbers)
 
 
 @functools.lru_cache
@@ -174,14 +200,12 @@ def _fake_hybrid_step(*given: Any) -> list[Tensor]:
 
 def _fake_hybrid_step_(*given: Any) -> Tensor:
     query, _, value, *_ = given
-    return given[STEP_STATE][0].new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
+    like = query if query.device.type == "cuda" else given[STEP_STATE][0]
+    return like.new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
 
 
-def check_hybrid_step(given: StepArguments, rows: Tensor | None, converts: bool = False) -> None:
+def check_hybrid_step(given: StepArguments, rows: Tensor | None) -> None:
     """Check the arguments of the operator `hybrid_step_`.
-
-    Args:
-        converts: whether parameters, scores and positions may have the dtypes of `CONVERTED`, too.
 
     Raises:
         ValueError: for the first invalid argument.
@@ -215,7 +239,7 @@ def check_hybrid_step(given: StepArguments, rows: Tensor | None, converts: bool 
             continue
         if tensor.shape != shape or tensor.device != device:
             check_shape(name, tensor, shape, like=query)
-        also = CONVERTED[dtype] if converts and dtype is not None and name != "state" else ()
+        also = CONVERTED[dtype] if dtype is not None and name != "state" else ()
         if dtype is not None and tensor.dtype != dtype and tensor.dtype not in also:
             raise ValueError(f"`{name}` has a tensor of {tensor.dtype}; with these tokens it must be {dtype}.")
     has_scores = given.score is not None
@@ -226,7 +250,13 @@ def check_hybrid_step(given: StepArguments, rows: Tensor | None, converts: bool 
         raise ValueError(f"Got `function` = {function}; it must be 2 (exp), or 3 (Hedgehog) without bias and norm.")
     if not dim or not columns:
         raise ValueError(f"Got keys of {dim} and weights of {columns} columns; none may be 0.")
-    turns = len(given.frequencies), given.first_turned, given.trained_length
+    pairs = 0
+    if (frequencies := given.frequencies) is not None:
+        pairs = frequencies.numel()
+        check_shape("frequencies", frequencies, (pairs,), like=query)
+        if frequencies.dtype != torch.float32:
+            raise ValueError(f"`frequencies` has a tensor of {frequencies.dtype}; it must be torch.float32.")
+    turns = pairs, given.first_turned, given.trained_length
     check_turns(dim, has_scores, given.position is not None, len(given.state), *turns)
 
 

@@ -173,6 +173,10 @@ class AttentionMechanism(MechanismOptions, nn.Module):
         """
         return None
 
+    def reads_at_once(self, dtype: torch.dtype) -> bool:
+        """Whether one kernel on CUDA reads long inputs of this dtype, with no memory for each token but its results."""
+        return False
+
     def absorb(self, inputs: MechanismInputs, state: State | None = None) -> State | None:
         """The state after these keys, without an output; the queries are 0 unless `absorbs_queries`."""
         return self(inputs, state)[1]

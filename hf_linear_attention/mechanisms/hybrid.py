@@ -70,11 +70,12 @@ class HybridAttention(HybridOptions, WindowAttention):
         self.score_slope: nn.Parameter | None = None
         if self.num_exact_keys:
             self._add_exact_keys(shape)
-        # The rotary frequencies, how many the map sees, whether pairs are interleaved, and the trained length.
+        # For the kernels: how many rotary frequencies the map sees, whether pairs are interleaved, the trained length.
         rotary = shape.rotary if self.needs_positions else None
-        frequencies = () if rotary is None else rotary.inverse_frequencies
-        first = len(frequencies) if self.shift is None else min(self.shift.first, len(frequencies))
-        self.turns = frequencies, first, rotary is not None and rotary.is_interleaved, self.trained_length or 0
+        pairs = 0 if rotary is None else len(rotary.inverse_frequencies)
+        first = pairs if self.shift is None else min(self.shift.first, pairs)
+        self.is_turned = pairs > 0
+        self.turns = first, rotary is not None and rotary.is_interleaved, self.trained_length or 0
         self.joins_at_once = True  # False: the operators of the parts run one by one, so that `mix` sees them
         self.uses_far = True  # False leaves window and sinks only, to measure what the far keys contribute
 
@@ -111,50 +112,46 @@ class HybridAttention(HybridOptions, WindowAttention):
 
     def attend_packed(self, inputs: MechanismInputs) -> Tensor | None:
         """On CUDA, in as many launches as one sequence; see `AttentionMechanism.attend_packed`."""
-        is_plain = inputs.is_causal and self.alibi is None and self.uses_far and self.joins_at_once
-        return implemented("packed_hybrid_on_cuda", self, inputs) if is_plain and is_on_cuda(inputs.query) else None
+        (query, key, value, numbers, *_), sinks = inputs, self.num_sinks
+        count, no_sinks = self.num_exact_keys + sinks, (key[:, :, :0], value[:, :, :0])
+        if numbers is None or not count or not inputs.is_causal or 0 < self.turns[2] < self.window_size + sinks:
+            return None
+        if not is_on_cuda(query) or not self._is_one_kernel(query, key, value, visible := numbers > 0, no_sinks[0]):
+            return None
+        spans, position = implemented("spans_of", numbers)
+        if inputs.positions is not None:
+            inputs = inputs._replace(positions=with_dtype(inputs.positions, torch.int32))
+        score, is_sink = self.scores(inputs, position + 1), position < sinks
+        line = Line(key, value, visible, *implemented("sinks_as_exact_keys", key, score, inputs.positions, is_sink))
+        given = inputs, line, no_sinks, is_sink.new_empty(*numbers.shape, 0), None, count, spans
+        return self._in_one_kernel(*given)[0].transpose(1, 2)
 
     def _step_in_rows(self, inputs: MechanismInputs, states: State) -> Tensor | None:
         if self.num_exact_keys and inputs.gates is None:
             return None
-        found = self._step(inputs, self.read(states))
+        found = self._step(inputs, states)
         return None if found is None else found[0]
 
-    def _step(self, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State] | None:
+    def _step(self, inputs: MechanismInputs, state: State) -> tuple[Tensor, State] | None:
         """`_attend_causally` for one token in few operations, because at this size the overhead of each dominates."""
         if self.alibi is not None or not self.uses_far or torch.is_grad_enabled():
             return None
-        query = inputs.query
-        found = implemented("hybrid_step_on_cuda", self, inputs, old) if is_on_cuda(query) else None
-        if found is not None:
-            return found
-        if not implemented("takes_hybrid_step", query, inputs.key, inputs.value, old.key, old.value):
+        query, old, maps, turned = inputs.query, self.read(state), self.feature_map, self.is_turned
+        # Under autocast, rotary positions make queries and keys float32, whereas values remain bfloat16.
+        key, value = with_dtype(inputs.key, old.key.dtype), with_dtype(inputs.value, old.value.dtype)
+        if not implemented("takes_hybrid_step", query, key, value, old, maps.key_projection, maps.kernel_function):
             if self.num_exact_keys or inputs.rows is not None or not is_eager(query) or query.device.type != "cpu":
                 return None
             return self._step_in_torch(inputs, old) if bool((old.kind == ORDINARY).all()) else None
-        gates, positions, kernel_map = inputs.gates, None, self.feature_map.unscaled_map()
-        if self.turns[0] and inputs.positions is not None:
-            positions = with_dtype(inputs.positions, torch.int32)
-        # Under autocast, rotary positions make queries and keys float32, whereas values remain bfloat16.
-        key, value = with_dtype(inputs.key, old.key.dtype), with_dtype(inputs.value, old.value.dtype)
-        scores: Any = (None, None)
-        if self.score_slope is not None and gates is not None:
-            scores = with_dtype(gates, torch.float32), with_dtype(self.score_slope, torch.float32) / SLOPE_TOKENS
-        turns, log_decay = self.turns, None if self.decay is None else self.decay()
+        has_scores, decay = self.score_slope is not None and inputs.gates is not None, self.decay
         given = (  # `StepArguments` of the kernels
-            *(query, key, value, *scores, positions),
-            *(*kernel_map.key, kernel_map.query.weight, log_decay, list(old.stored), *self.mix.kernel_parameters()),
-            *(*turns, kernel_map.function, inputs.scaling),
+            *(query, key, value, *((inputs.gates, self.score_slope) if has_scores else (None, None))),
+            *(inputs.positions if turned else None, *maps.affine_parameters(), None if decay is None else decay.rate),
+            *(list(state), self.mix.far_log_scale, self.mix.query_norm_weight),
+            *(cast(Any, self.rotation).frequencies(query) if turned else None, *self.turns),
+            *(maps.kernel_function, inputs.scaling, 1 / SLOPE_TOKENS, True),
         )
         return implemented("hybrid_step", given, inputs.in_place, inputs.rows)
-
-    def far_rows(self, query: Tensor, old: WindowState, positions: Any) -> tuple[Tensor, Tensor]:
-        """The query, and the key that leaves the window, as the feature map sees them."""
-        query, key = accumulated(query), accumulated(old.key[:, :, :1])
-        if self.shift is None:
-            return query, key
-        position: Any = old.position
-        return self.shift(query, -positions), self.shift(key, -position[:, :1])
 
     def _step_in_torch(self, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State]:
         """The step in torch, if every slot of the window holds a token that is not a sink."""
@@ -162,7 +159,9 @@ class HybridAttention(HybridOptions, WindowAttention):
         sums = cast(Tensor, old.sums)
         (batch, heads), kv_heads, width, dtype = query.shape[:2], key.shape[1], value.shape[-1], sums.dtype
         key, value = with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)
-        far_query, far_key = self.far_rows(query, old, positions)
+        far_query, far_key = accumulated(query), accumulated(old.key[:, :, :1])
+        if self.shift is not None and positions is not None and old.position is not None:
+            far_query, far_key = self.shift(far_query, -positions), self.shift(far_key, -old.position[:, :1])
         exponents = (
             self.feature_map.forward_queries(far_query, scaling),
             self.feature_map.forward_keys(far_key, scaling),
@@ -278,27 +277,41 @@ class HybridAttention(HybridOptions, WindowAttention):
     def _at_once(
         self, inputs: MechanismInputs, line: Line, sinks: tuple[Tensor, ...], seen: Tensor, sums: Any
     ) -> tuple[Tensor, Any] | None:
-        query, features = inputs.query, self.feature_map.num_features
+        if not self._is_one_kernel(inputs.query, line.key, line.value, line.kind, sinks[0]):
+            return None
+        count = 0 if line.score is None else self.num_exact_keys
+        output, new = self._in_one_kernel(inputs, line, sinks, seen, sums, count)
+        return output, new if count else new[0]
+
+    def _is_one_kernel(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sink_key: Tensor) -> bool:
+        """Whether one kernel computes all parts of these tensors."""
         if self.alibi is not None or not self.uses_far or not self.joins_at_once:
-            return None
-        found = implemented("hybrid_on_cuda", self, inputs, line, sinks, seen, sums) if is_on_cuda(query) else None
-        if found is not None:
-            return found
-        if not implemented("takes_hybrid", query, line.key, line.value, line.kind, features):
-            return None
-        kernel_map = self.feature_map.kernel_map(inputs.scaling)
-        if kernel_map is None:
-            return None
-        far_sums, *kept = sums if isinstance(sums, tuple) else (sums,)
-        turns, has_scores = self.turns, line.score is not None
+            return False
+        of_map = self.feature_map.key_projection, self.feature_map.kernel_function
+        return bool(implemented("takes_hybrid", query, key, value, visible, sink_key, *of_map))
+
+    def _in_one_kernel(
+        self, inputs: MechanismInputs, line: Line, sinks: tuple[Tensor, ...], seen: Tensor, sums: Any, count: int,
+        spans: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        """The output `[B, H, N, W]` and the sums, with those of `Kept` if `count` exact keys are kept."""
+        query, maps, mix = inputs.query, self.feature_map, self.mix
+        old, *kept = sums if isinstance(sums, tuple) else (sums,)
         given = (  # `HybridArguments` of the kernels
-            *(query, line.key, line.value, line.kind, *sinks, seen, None if self.decay is None else self.decay()),
-            *(far_sums, *kernel_map.key, kernel_map.query.weight, *self.mix.kernel_parameters()),
-            *(*kept, *[None] * (5 - len(kept)), line.score, inputs.positions if turns[0] else None, line.position),
-            *(kernel_map.function, self.window_size, inputs.scaling, *turns, self.num_exact_keys * has_scores),
+            *(query, line.key, line.value, line.kind, *sinks, seen, None if self.decay is None else self.decay.rate),
+            *(old, *maps.affine_parameters(), mix.far_log_scale, mix.query_norm_weight),
+            *(*kept, *[None] * (5 - len(kept)), line.score, inputs.positions if self.is_turned else None),
+            *(line.position, cast(Any, self.rotation).frequencies(query) if self.is_turned else None, spans),
+            *(maps.kernel_function, self.window_size, inputs.scaling, *self.turns, count, True),
         )
-        output, new = implemented("hybrid", given)
-        return output, new if has_scores else new[0]
+        return implemented("hybrid", given)
+
+    def reads_at_once(self, dtype: torch.dtype) -> bool:
+        """Whether one kernel on CUDA reads long inputs; see `AttentionMechanism.reads_at_once`."""
+        sizes, weight = self.shape, self.feature_map.key_projection
+        of_query, of_key = (1, sizes.num_heads, 1, sizes.head_dim), (1, sizes.num_key_value_heads, 1, sizes.head_dim)
+        query, key = (weight.new_empty(shape, dtype=dtype) for shape in (of_query, of_key))
+        return self._is_one_kernel(query, key, key, key[:, 0, :, 0], key.expand(-1, -1, self.num_sinks, -1))
 
     def _joined(self, exact: Part, behind: list[Part], inputs: MechanismInputs) -> Tensor:
         if not self.uses_far:
@@ -331,10 +344,6 @@ class JointMix(nn.Module):
         init.ones_(self.query_norm_weight)
         if isinstance(norm_weight := getattr(feature_map, "key_norm_weight", None), torch.Tensor):
             init.ones_(norm_weight)
-
-    def kernel_parameters(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """b and a in float32, each `[H]`."""
-        return with_dtype(self.far_log_scale, torch.float32), with_dtype(self.query_norm_weight, torch.float32)
 
     def forward(self, near: Part, far: Sequence[Part], half_query_norm: torch.Tensor) -> torch.Tensor:
         """Join the parts by their log sizes: the output `[B, Hkv, G, N, D]`."""

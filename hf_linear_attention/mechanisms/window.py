@@ -219,13 +219,11 @@ class WindowAttention(WindowOptions, AttentionMechanism):
             return self._nothing(inputs, state)
         if not inputs.is_causal:
             return attend_both_ways(self, inputs), None
-        old = None
-        if state:
-            old = self.read(state)
-            if inputs.attention_mask is None and query.shape[2] == 1:
-                step = self._step(inputs, old)
-                if step is not None:
-                    return step
+        if state and inputs.attention_mask is None and query.shape[2] == 1:
+            step = self._step(inputs, state)
+            if step is not None:
+                return step
+        old = self.read(state) if state else None
         if inputs.attention_mask is None:
             output, new = self._attend_causally(inputs, old)
             return with_dtype(output.transpose(1, 2), query.dtype), new.stored
@@ -277,7 +275,7 @@ class WindowAttention(WindowOptions, AttentionMechanism):
             state = WindowAttention.forward(self, padded)[1]
         return output.transpose(1, 2), state if inputs.is_causal else None
 
-    def _step(self, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State] | None:
+    def _step(self, inputs: MechanismInputs, state: State) -> tuple[Tensor, State] | None:
         """What `forward` returns for one token after others, if that can be computed in fewer operations, or None."""
         return None
 
@@ -411,8 +409,12 @@ class WindowAttention(WindowOptions, AttentionMechanism):
         The slot of query t is the slot t of `line`, or the slot w + t if the line is that much longer; the kind is
         false where a slot holds no ordinary token.
         """
-        is_there = is_on_cuda(inputs.query)
-        found = implemented("window_on_cuda", self, inputs, line, sinks, seen) if is_there else None
+        if not is_on_cuda(inputs.query) or self.alibi is not None:
+            return None
+        shift, near = self.to_sinks, (inputs.query, line.key, line.value, line.kind, *sinks, seen)
+        frequencies = None if shift is None else shift.frequencies(inputs.query)
+        how = self.window_size, inputs.scaling, shift is not None and shift.rotary.is_interleaved
+        found = implemented("window_on_cuda", near, inputs.positions, frequencies, *how, self.trained_length or 0)
         return None if found is None else (found, None)
 
     def parts_behind(

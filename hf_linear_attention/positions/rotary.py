@@ -40,12 +40,13 @@ class RotaryShift:
     def frequencies(self, like: Tensor) -> Tensor:
         """Those that move, in float32 on the device of `like`.
 
-        On a GPU they are made once: a copy from the host would be a step of every layer that no CUDA graph may have.
+        They are made once: a copy from the host would be a step of every layer that no CUDA graph may have.
         """
         kept = self._tables[0] if self._tables else None
         if kept is None or kept.device != like.device:
-            kept = torch.tensor(self.rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
-            if like.device.type != "cpu" and is_eager(like):
+            with torch.inference_mode(False):  # else no later training may save them
+                kept = torch.as_tensor(self.rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
+            if is_eager(like):
                 self._tables[:] = [kept]
         return kept[self.first :]
 

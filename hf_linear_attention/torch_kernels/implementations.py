@@ -13,7 +13,7 @@ from typing import Any
 
 
 # Raised whenever the name, the arguments or the result of an implementation changes.
-INTERFACE = 4
+INTERFACE = 5
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 # Functions that register implementations, called once, before the first one is needed.
 PROVIDERS: list[Callable[[], Any]] = []

@@ -31,27 +31,27 @@ AMOUNTS = {
     "performer": {"train": [187, 1103], "padded": [51, 334], "step": [31, 22]},
     "hybrid-exact-keys": {
         "train": [201, 592],
-        "padded": [63, 29],
+        "padded": [63, 30],
         "step": [4, 5],
-        "packed": [38, 13],
+        "packed": [38, 14],
         "packed train": [196, 431],
     },
     "gated_delta-channel": {"train": [296, 940], "padded": [60, 170], "step": [55, 33]},
     "gated_delta-qwen3_5": {"train": [382, 1702], "padded": [110, 441], "step": [81, 100]},
-    "window": {"train": [166, 560], "padded": [59, 25], "step": [44, 4]},
+    "window": {"train": [166, 560], "padded": [59, 26], "step": [44, 4]},
     "linformer-headwise": {"train": [210, 534], "padded": [63, 84]},
     "linformer_linear-exp": {"train": [234, 1291], "padded": [72, 343]},
     "latent": {"train": [127, 596], "padded": [43, 129]},
     "nystrom-conv": {"train": [104, 519], "padded": [41, 127]},
     "default": {
         "train": [201, 4870585],
-        "prefill": [30, 82952],
+        "prefill": [30, 83762],
         "step": [4, 4553],
-        "packed": [38, 62197],
+        "packed": [38, 63007],
         "packed train": [196, 3705554],
     },
-    "long default": {"prefill": [30, 649027]},
-    "divided default": {"prefill": [79, 1410129]},
+    "long default": {"prefill": [30, 655366]},
+    "divided default": {"prefill": [79, 1422806]},
 }
 # The variant `full` of an encoder looks at its weights to choose the form that does not overflow.
 WAITING_ROWS = ("aft-full-factorised",)
@@ -97,7 +97,7 @@ def test_a_step_of_requests_can_be_captured(measured):
 
 def test_a_compiled_model_is_one_graph_with_our_operators(measured):
     assert measured["compiled"] == {
-        "prompt": ["scores_on_cuda", "hybrid_on_cuda"],
-        "step": ["scores_on_cuda", "hybrid_step_on_cuda"],
-        "step of a static cache": ["scores_on_cuda", "hybrid_step_on_cuda_"],
+        "prompt": ["scores_on_cuda", "hybrid"],
+        "step": ["scores_on_cuda", "hybrid_step"],
+        "step of a static cache": ["scores_on_cuda", "hybrid_step_"],
     }

@@ -117,6 +117,17 @@ def test_bfloat16_outputs_stay_means_of_the_values(function, log_decay):
 
 
 @needs_c
+def test_keys_without_queries_are_added_up_in_parts(monkeypatch):
+    """As one thread adds them up."""
+    monkeypatch.setattr(kernels_cpu, "SHORTEST_PART", 20)
+    key, value, nothing = torch.randn(1, 1, 130, 8), torch.randn(1, 1, 130, 8), torch.zeros(1, 1, 0, 8)
+    found = []
+    for threads in (1, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append(map_attention(KernelMap(ELU_PLUS_ONE), nothing, key, value, is_causal=False)[3])
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-5)  # float32 sums of 130 numbers in another order
+
+
 def test_an_error_in_one_thread_waits_for_the_others(monkeypatch):
     """Else their tensors could be freed while they are written."""
     ended = []

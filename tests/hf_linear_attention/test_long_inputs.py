@@ -13,6 +13,7 @@ from hf_linear_attention.kernels import cpu as kernels_cpu
 from hf_linear_attention.mechanisms import aft as mechanism_aft
 from hf_linear_attention.mechanisms import linear as mechanism_linear
 from hf_linear_attention.mechanisms import window as mechanism_window
+from hf_linear_attention.mechanisms.hybrid import HybridAttention
 
 
 IDS = torch.randint(5, 60, (2, 29), generator=torch.Generator().manual_seed(0))
@@ -71,7 +72,7 @@ def test_logits_are_those_of_one_pass(name, divided):
 def test_on_cuda_a_pass_is_as_long_as_its_kernels_allow(takes, rows, lengths, divided, monkeypatch):
     """24 tokens of all sequences together here; torch's form of exact keys would take memory for each of them."""
     monkeypatch.setattr(long_inputs, "TOKENS_OF_KERNELS", 24)
-    monkeypatch.setattr(long_inputs, "implemented", lambda *_: takes)
+    monkeypatch.setattr(HybridAttention, "reads_at_once", lambda *_: takes)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     model, seen = model_of("hybrid"), []
     model.model.embed_tokens.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))

@@ -159,7 +159,9 @@ def seen_part(output, size, largest):
 
 def arguments_of(t, options):
     how = (options[name] for name in ("function", "window", "scaling"))
-    return HybridArguments(*(t.get(name) for name in HYBRID), *how, *options["turns"], options["number"])
+    frequencies, *turns = options["turns"]
+    given = HybridArguments(*(t.get(name) for name in HYBRID), *how, *turns, options["number"])
+    return given._replace(frequencies=frequencies, is_rate=options["is_rate"])
 
 
 def hybrid(t, options, constants):
@@ -168,14 +170,14 @@ def hybrid(t, options, constants):
     if "is_exact" in constants:
         output, state, *kept = hybrid_in_float64(given)
     else:
-        output, _, _, state, *kept = OPERATORS.hybrid(*given)
+        output, _, _, _, state, *kept = OPERATORS.hybrid(*given)
         kept = kept[: (4 + ("position" in t)) * ("score" in t)]
     return [output, *comparable(constants, options["function"], None, None, None, state), *kept]
 
 
 def hybrid_in_float64(given):
     """One part after the other, where keys are far when they leave the window or what is kept."""
-    (first, num_far), number, query = given.ranges, given.num_exact_keys, given.query
+    (first, num_far), number, query, root = given.ranges, given.num_exact_keys, given.query, given.scaling**0.5
     heads = given.key.shape[1]
     hidden, near = given.shifts[0], near_part(given)
     nothing = Kept.nothing(given.key, given.value, number, given.key_position is not None)
@@ -194,10 +196,11 @@ def hybrid_in_float64(given):
         key = hidden(key, -place[..., 0].long())
     maps = Affine(given.query_weight), Affine(given.key_weight, given.key_bias, given.key_norm)
     feature_map = KernelMap(given.function, *maps)
-    exponents = [feature_map.features(x, y) for x, y in zip((far_query[:, :, first:], key), maps)]
-    decay = torch.zeros(heads) if given.log_decay is None else given.log_decay
+    exponents = [feature_map.features(root * x, y) for x, y in zip((far_query[:, :, first:], key), maps)]
+    log_decay = logarithm(given.log_decay, given.is_rate)
+    decay = torch.zeros(heads) if log_decay is None else log_decay
     exponents[1] = exponents[1] + decay[:, None, None] * ages.unsqueeze(3)
-    far = (*exponents, value, is_gone[:, 0], given.log_decay, given.state, *[None] * 4, EXP, True)  # as in all heads
+    far = (*exponents, value, is_gone[:, 0], log_decay, given.state, *[None] * 4, EXP, True)  # as in all heads
     far, total, scale, state = kernels.in_torch(*far, plain=True)
     half = query.square().sum(dim=-1, keepdim=True) * (given.scaling / 2)
     add = (given.log_scale[:, None, None] - given.norm_weight[:, None, None] * half).unflatten(1, (heads, -1))
@@ -209,6 +212,10 @@ def hybrid_in_float64(given):
     last = at_places(rows, kept) if number else []
     last[2:4] = [last[2].masked_fill(kept_age.unsqueeze(3) == 0, 0.0), kept_age.unsqueeze(3)] if number else []
     return [output.flatten(1, 2).transpose(1, 2), state, *last]
+
+
+def logarithm(decay, is_rate):
+    return -torch.log1p(decay.exp()) if is_rate and decay is not None else decay
 
 
 def near_part(given):
@@ -285,8 +292,11 @@ def hybrid_step(t, options, constants):
     given, state = [t.get(name) for name in names], [t[name] for name in HYBRID_STATE if name in t]
     others = t["log_scale"], t["norm_weight"], *options["turns"], options["function"], options["scaling"]
     if "is_exact" in constants:
-        output, *new = step_in_float64(t, *others)
+        slope = t["slope"] * options["slope_scale"] if "slope" in t else None
+        decay = logarithm(t.get("log_decay"), options["is_rate"])
+        output, *new = step_in_float64({**t, "slope": slope, "log_decay": decay}, *others)
     else:
+        others = *others, options["slope_scale"], options["is_rate"]
         output, *new = OPERATORS.hybrid_step(*given, state, *others)
         written = [x.clone(memory_format=torch.contiguous_format) for x in state]
         again = OPERATORS.hybrid_step_(*given, written, *others, None)
@@ -302,7 +312,8 @@ def hybrid_step(t, options, constants):
 def step_in_float64(t, log_scale, norm_weight, frequencies, first, is_interleaved, trained_length, function, scaling):
     """The output, and the new state."""
     query, key, value, sums, kind = (t[name] for name in ("query", "key", "value", "sums", "kind"))
-    rotary, position, ordinary = Rotary(tuple(frequencies), is_interleaved), t.get("position"), kind[:, :1] == 1
+    frequencies = () if frequencies is None else tuple(frequencies.tolist())
+    rotary, position, ordinary = Rotary(frequencies, is_interleaved), t.get("position"), kind[:, :1] == 1
     gone, kept, is_far = kept_and_gone(t, ordinary)
     feature_map = KernelMap(
         function, Affine(t["query_weight"]), Affine(*map(t.get, ("key_weight", "key_bias", "key_norm")))

@@ -40,8 +40,7 @@ VIEWS = frozenset(
 WAITING = frozenset(["nonzero", "masked_select", "is_nonzero", "equal", "unique2", "_unique2"])
 # Launches of our Triton operators, in whose form for fake tensors nothing runs: those of their launchers.
 OF_TRITON = {
-    **{"hybrid_on_cuda": 13, "hybrid_step_on_cuda": 3, "hybrid_step_on_cuda_": 3},
-    **{"hybrid_training_on_cuda": 13, "hybrid_training_backward_on_cuda": 22},  # with those of torch, such as sums
+    **{"hybrid": 13, "hybrid_step": 3, "hybrid_step_": 3, "hybrid_backward": 22},  # with those of torch, such as sums
 }
 # Launches of fla-core 0.6's functions, forward and backward: estimates, which no GPU and no test has counted.
 LAUNCHES = {"gla": (5, 7), "recurrent": (1, 2), "simple_gla": (2, 4), "delta": (7, 12)}
@@ -292,7 +291,8 @@ def compiled(model: Any) -> dict[str, list[str]]:
                 call(ids[:, :length], cache=cache, use_cache=True)
             torch.compiler.reset()
     names = ([str(node.target).split(".")[-1] for node in graph.graph.nodes] for graph in graphs)
-    found = [[name for name in every if name.endswith(("_on_cuda", "_on_cuda_"))] for every in names]
+    ours = ("hybrid", "hybrid_step", "scores_on_cuda")
+    found = [[name for name in every if name.rstrip("_") in ours] for every in names]
     return dict(zip(("prompt", "step", "step of a static cache"), found, strict=True))
 
 

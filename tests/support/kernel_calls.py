@@ -23,6 +23,7 @@ def axes(text: str) -> dict[str, str]:
 
 # `V` is W + 1 or W + 2. A letter in lower case beside an axis may be 1 instead; "1" must be 1.
 AFFINE = "key_weight:kDC key_bias:k1C key_norm:k11 query_weight:hDC"
+OF_HEADS = "key_weight:KDC key_bias:K1C key_norm:K11 query_weight:HDC"
 SINKS = "sink_key:BKsD sink_value:BKsW seen:BNs"
 KEPT = ("kept_key", "kept_value", "kept_score", "kept_age", "kept_position")
 SPECIFICATIONS = {
@@ -32,9 +33,9 @@ SPECIFICATIONS = {
     "window": axes(f"query:BHND key:BKPD value:BKPW visible:BP {SINKS} sink_query:BHND"),
     "window_both_ways": axes(f"query:BHND key:BKND value:BKNW visible:BN {SINKS} sink_query:BHND"),
     "hybrid": axes(
-        f"query:BHND key:BKLD value:BKLW visible:BL {SINKS} log_decay:K state:BKFV {AFFINE} log_scale:H norm_weight:H "
-        "kept_key:BKMD kept_value:BKMW kept_score:BKM1 kept_age:BKM1 kept_position:BKM1 score:BKL1 position:BN "
-        "key_position:BL"
+        f"query:BHND key:BKLD value:BKLW visible:BL {SINKS} log_decay:K state:BKFV {OF_HEADS} log_scale:H "
+        "norm_weight:H kept_key:BKMD kept_value:BKMW kept_score:BKM1 kept_age:BKM1 kept_position:BKM1 score:BKL1 "
+        "position:BN key_position:BL"
     ),
     "slots": axes("query:BHND key:BKSD value:BKSW visible:bkS"),
     "hybrid_step": axes(
@@ -161,6 +162,7 @@ class Maker:
         if kind in ("hybrid", "hybrid_step"):
             options["turns"] = self.turns(sizes["D" if kind == "hybrid" else "E"], "position" in names)
             options["number"] = sizes["M"] * ("score" in names)
+            options["is_rate"], options["slope_scale"] = self.chance(0.5), self.random.choice((1.0, 0.25))
         if kind == "window_both_ways":
             options["window"], sizes["N"] = self.pick((1, 2, 5, 16, 17, 33, 70)), max(1, sizes["N"])
         function, is_affine = options["function"], "key_weight" in names
@@ -181,11 +183,13 @@ class Maker:
         wanted = [name for name in wanted if not (kind == "hybrid" and name.endswith("score"))]  # constants
         return Call(kind, tensors, clean, options, wanted, misfit, expanded)
 
-    def turns(self, dim: int, has_positions: bool) -> tuple[list[float], int, bool, int]:
+    def turns(self, dim: int, has_positions: bool) -> tuple[torch.Tensor | None, int, bool, int]:
         """Frequencies of rotary pairs, how many the map sees, whether pairs are interleaved, and a trained length."""
         count = self.random.randint(0, dim // 2) if has_positions else 0
         frequencies = [10.0 ** (-3 * self.random.random()) for _ in range(count)]
-        return frequencies, self.random.randint(0, count), self.chance(0.5), self.random.choice((0, 1, 3, 50, 2**30))
+        first, is_interleaved = self.random.randint(0, count), self.chance(0.5)
+        turned = torch.tensor(frequencies) if frequencies or self.chance(0.5) else None
+        return turned, first, is_interleaved, self.random.choice((0, 1, 3, 50, 2**30))
 
     def given(self, kind: str, is_causal: bool, function: int) -> list[str]:
         is_delta = kind.startswith("delta")
@@ -354,7 +358,7 @@ class Maker:
         wrong = {"state": torch.bfloat16, "sums": torch.float64, "kind": torch.int32, "num_seen": torch.int32}
         wrong |= {"key_mask": torch.float32, "visible": torch.uint8, "seen": torch.int64, "value": torch.int64}
         wrong |= (
-            {"window_key": torch.float16, "sink_value": torch.float64, "kept_age": torch.int64, "score": torch.bfloat16}
+            {"window_key": torch.float16, "sink_value": torch.float64, "kept_age": torch.int64, "score": torch.int32}
             if kind == "hybrid_step"
             else {}
         )

@@ -41,18 +41,17 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("operator", "module", "length"),
+    ("operator", "module", "length", "trains"),
     [
-        ("hybrid_on_cuda", triton_prefill, 140),
-        ("hybrid_step_on_cuda", triton_step, 1),
-        ("hybrid_training_on_cuda", triton_prefill, 140),
-        ("hybrid_training_backward_on_cuda", triton_backward, 140),
+        ("hybrid", triton_prefill, 140, False),
+        ("hybrid_step", triton_step, 1, False),
+        ("hybrid", triton_prefill, 140, True),
+        ("hybrid_backward", triton_backward, 140, True),
     ],
 )
-def test_an_operator_is_as_many_launches_as_fake_cuda_counts(operator, module, length, monkeypatch):
+def test_an_operator_is_as_many_launches_as_fake_cuda_counts(operator, module, length, trains, monkeypatch):
     for each in (triton_prefill, triton_backward):
         monkeypatch.setattr(each, "GROUP", 1)
-    trains = "training" in operator
     mechanism, _ = mechanisms(EXACT | ROTARY | {"trained_length": 12}, torch.float32)
     with torch.set_grad_enabled(trains):
         state = None if trains else mechanism(tokens(mechanism, 0, 14, torch.float32))[1]
