@@ -86,12 +86,14 @@ def test_nothing_waits_for_the_device(measured, row):
 
 
 def test_a_step_of_requests_can_be_captured(measured):
-    """One token of each request, whose states stand in blocks: no launch waits, as the vLLM plugin says of all. The
-    default has as few as in a cache.
+    """One token of each request, whose states stand in blocks: no launch waits, as the vLLM plugin says of all, with
+    kernels and by torch alone. The default has as few as in a cache.
     """
-    requests = measured["requests"]
-    assert set(requests) == {row for row, modes in AMOUNTS.items() if "step" in modes}
-    assert not {row: found["waits"] for row, found in requests.items() if found["waits"]}
+    requests, in_torch = measured["requests"], measured["requests in torch"]
+    assert set(requests) == {row for row, modes in AMOUNTS.items() if "step" in modes} == {*in_torch, "default"}
+    for each in (requests, in_torch):
+        assert not {row: found["waits"] for row, found in each.items() if found["waits"]}
+    assert in_torch["hybrid-exact-keys"]["kernels"] > requests["hybrid-exact-keys"]["kernels"]
     assert requests["default"]["kernels"] == AMOUNTS["default"]["step"][0]
 
 

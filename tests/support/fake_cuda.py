@@ -150,6 +150,14 @@ def treat_as_real() -> None:
     fla.refuses_decay_per_head = lambda: False
 
 
+def without_kernels() -> None:
+    """From now on, neither fla-core nor Triton is installed."""
+    from hf_linear_attention.kernels import fla, triton_hybrid
+
+    fla._kernels = fla._delta_kernels = lambda _: None
+    triton_hybrid.shared_memory = lambda device: 0
+
+
 def to_fake(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Replace parameters and buffers by fake ones on CUDA."""
 
@@ -336,6 +344,11 @@ def main() -> None:
         found[name] = measure(convert(LlamaForCausalLM(config)), cases)
     found["requests"] = requests | {"default": step_of_requests(convert(LlamaForCausalLM(config)))}
     found["compiled"] = compiled(convert(LlamaForCausalLM(config)))
+    without_kernels()
+    found["requests in torch"] = {}
+    for row in requests:
+        model = convert(matrix.stock_model("llama", num_hidden_layers=1), **matrix.MECHANISM_ROWS[row])
+        found["requests in torch"][row] = step_of_requests(model)
     print(json.dumps(found))
 
 
