@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import CompilationMode, VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.layers.pooler import DispatchPooler
@@ -120,8 +121,10 @@ class DecoderForCausalLM(ConvertedMixin, TransformersForCausalLM, HasInnerState,
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        pages = {spec.page_size_bytes for spec in self.get_mamba_specs_from_config(vllm_config)}
-        if len(pages) > 1:  # layers with different settings
+        specs = self.get_mamba_specs_from_config(vllm_config)
+        pages = {spec.page_size_bytes for spec in specs}
+        has_softmax = len(specs) < len(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
+        if has_softmax and len(pages) > 1:  # all pages have to be of one size then
             vllm_config.cache_config.mamba_page_size_padded = max(pages)
         if isinstance(processor := getattr(self, "logits_processor", None), LogitsProcessor):  # not in embedding models
             match_logits(processor, self._from_config_kwargs["config"])

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import EncoderOnlyAttention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -26,6 +26,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from ..mechanisms.base import MechanismInputs, State
 from . import BACKEND, OPERATOR
@@ -88,6 +89,16 @@ class StateBackend(AttentionBackend):
     def is_ssm(cls) -> bool:
         """Whether vLLM keeps one state per request, not keys and values."""
         return True
+
+
+class StateSpec(MambaSpec):
+    """What vLLM has to know of the states of one layer: unlike those of Mamba, layers may differ in size, and each has
+    pages of its own size where no layer computes softmax.
+    """
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        """Whether all layers have states, so that one table of blocks serves them."""
+        return all(isinstance(spec, StateSpec) for spec in kv_cache_specs.values())
 
 
 class ConvertedLayer:
@@ -171,6 +182,10 @@ class StateLayer(ConvertedLayer, nn.Module, MambaBase):
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The same, as a class."""
         return StateBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> StateSpec:
+        """That of Mamba's layers, as a `StateSpec`."""
+        return StateSpec(**vars(super().get_kv_cache_spec(vllm_config)))
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         """One string of bytes."""

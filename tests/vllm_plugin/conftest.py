@@ -49,6 +49,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "hybrid": ("llama", LLAMA, HYBRID),
     "default": ("llama", LLAMA, HYBRID | {"feature_map": "hedgehog", "decay": "learned", "rope": "partial"}),
     "exact keys": ("llama", LLAMA, HYBRID | {"num_exact_keys": 4, "decay": "learned", "rope": "partial"}),
+    "keys by layer": ("llama", LLAMA, HYBRID | {"num_exact_keys": [2, 40, 7], "decay": "learned", "rope": "partial"}),
+    "keys beside softmax": ("llama", WIDE, HYBRID | {"num_exact_keys": [2, 40, 7], "layers": [0, 1]}),
     "linear": ("llama", LLAMA, {"mechanism": "linear"}),
     "gated": ("llama", LLAMA, {"mechanism": "linear", "decay": "gated"}),
     "gated_delta": ("llama", LLAMA, {"mechanism": "gated_delta"}),

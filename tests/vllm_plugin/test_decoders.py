@@ -32,7 +32,19 @@ def test_requests_that_find_no_block_begin_again(converted):
         assert metric(llm, "num_preemptions") > 0
 
 
-@pytest.mark.parametrize("name", ["hybrid", "softmax layers"])
+def test_a_state_takes_as_much_as_its_layers_need(converted):
+    """And not as many blocks of the largest layer as there are layers."""
+    folder = converted("keys by layer")
+    with engine(folder, num_gpu_blocks_override=20) as llm:
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        caches, sizes = [layer.kv_cache[0] for layer in layers], [sum(layer.sizes) for layer in layers]
+        assert len(set(sizes)) == len(sizes) == 3
+        assert [tuple(x.shape) for x in caches] == [(20, size) for size in sizes]
+        memory = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in caches}
+        assert sum(memory.values()) == 20 * sum(sizes)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "keys by layer", "softmax layers"])
 def test_prompts_that_begin_alike_are_read_once(converted, name):
     """vLLM keeps states at the ends of the chunks in which it reads a prompt."""
     folder = converted(name)
