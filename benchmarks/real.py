@@ -1,6 +1,6 @@
 """Nats per token of a real decoder and its conversions on held-out text by position, beside their controls.
 
-    python -m benchmarks.real MODEL STUDENT... --text HELD_OUT.txt [--length 4096] [--rows 2] [--tasks multikey]
+    python -m benchmarks.real MODEL STUDENT... --text HELD_OUT.txt [--length 4096] [--quick] [--tasks multikey]
 
 MODEL is the original and each STUDENT a conversion of it (`hf-linear-attention convert`). A row of the table is the
 original, the untrained window of the bytes of a student (in the dtype of its checkpoint), a student, or a student with
@@ -63,11 +63,13 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("students", nargs="+", type=Path)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--rows", type=int, help="2, or 1 with --quick")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[], help="what is looked up")
-    parser.add_argument("--no_controls", action="store_true", help="leave out students without a part of their memory")
+    parser.add_argument("--quick", action="store_true", help="leave out students without a part of their memory")
     parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.rows = options.rows or 2 - options.quick
+    return options
 
 
 @contextlib.contextmanager
@@ -128,7 +130,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     rows, found = dict[str, Tensor](), dict[str, dict[str, float]]()
     teacher: list[Rows] = []
     tasks = {name: [*map(with_answers, TASKS[name](tokenizer, options.length))] for name in options.tasks}
-    for name, model in compared(options.model, options.students, not options.no_controls):
+    for name, model in compared(options.model, options.students, not options.quick):
         teacher = teacher or outputs_of(model, batches)
         rows[name] = nats_and_divergence(model, batches, teacher)
         found[name] = {task: values_found(model, contexts) for task, contexts in tasks.items()}

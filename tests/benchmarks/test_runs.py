@@ -132,6 +132,10 @@ def test_real(tmp_path, capsys):
     assert len({row["0-255"] for row in rows}) == len(rows)
     assert all(0 <= row[task] <= 1 for row in rows for task in tasks)
     assert "| student |" in capsys.readouterr().out
+    real.main([*map(str, words[: -1 - len(tasks)]), "--quick", "--output", str(tmp_path / "quick.json")])
+    quick = json.loads((tmp_path / "quick.json").read_text())
+    assert quick["windows"] == 1
+    assert [row["model"] for row in quick["rows"]] == names[:3]
     model, tokenizer = (x.from_pretrained(tmp_path / "source") for x in (AutoModelForCausalLM, AutoTokenizer))
     (words, (question, *_)), *_ = retrieval.pairs(tokenizer, 200)
     prompt = torch.tensor([words + question.words])
