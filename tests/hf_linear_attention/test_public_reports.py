@@ -175,6 +175,15 @@ def test_a_cache_from_inference_mode_goes_on_outside(name, static):
         assert model.get_input_embeddings().weight.grad.abs().max() > 0
 
 
+def test_a_model_trains_after_it_has_read_in_inference_mode():
+    """What is made once for all calls, such as rotary frequencies, is no tensor of that mode."""
+    model = convert(stock_model("llama"))
+    with torch.inference_mode():
+        model(IDS)
+    model(IDS, labels=IDS).loss.backward()
+    assert model.get_input_embeddings().weight.grad.abs().max() > 0
+
+
 ADAPTER = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
