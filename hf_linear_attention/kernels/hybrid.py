@@ -118,12 +118,12 @@ def window_on_cuda(
     Args:
         near: query, key, value, visible, sink key, sink value and seen, as in `HybridArguments`.
     """
-    query, key, value, _, sink_key, *_ = near
+    query, key, value, visible, sink_key, *_ = near
     if not fla.is_on_cuda(query) or is_tracing():
         return None
     weight = query.new_zeros(query.shape[1], query.shape[3], 1, dtype=torch.float32)
     of_keys, nothing = weight[: key.shape[1]], weight[:, 0, 0]
-    if not takes_hybrid(query, key, value, near[3], sink_key, of_keys, EXP):
+    if not takes_hybrid(query, key, value, visible, sink_key, of_keys, EXP):
         return None
     maps = of_keys, None, None, weight, nothing + EMPTY_MAXIMUM, nothing
     turns = 0 if frequencies is None else len(frequencies), is_interleaved, trained_length

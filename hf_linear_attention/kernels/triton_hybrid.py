@@ -4,7 +4,7 @@
 A decoding step is three launches (triton_step.py), reading many tokens at most thirteen (triton_prefill.py), the scores
 of keys one (triton_scores.py), and the gradients of whole sequences eleven and some of torch (triton_backward.py).
 Gradients through a state and the feature map of Hedgehog stay with torch and fla-core. Triton is imported by the first
-call that it takes.
+call that it takes, and launches on the current device, which is not that of the tensors where a model is on several.
 """
 
 from __future__ import annotations
@@ -88,10 +88,9 @@ def forward(
     kept = kept[: (4 + (given.key_position is not None)) * (given.num_exact_keys > 0)]
     old = [x.contiguous() for x in given.kept]
     of_line = *given[:7], given.score, given.position, given.key_position
-    chosen = cast(Any, run)(
-        *(*of_line, *_parameters(given), given.state, old, *_others(given)),
-        **{"out": output, "new_sums": state, "new_kept": kept, "size": size},
-    )
+    arguments = (*of_line, *_parameters(given), given.state, old, *_others(given))
+    with torch.cuda.device_of(given.query):
+        chosen = cast(Any, run)(*arguments, out=output, new_sums=state, new_kept=kept, size=size)
     first, second = (size.new_empty(0, dtype=torch.int32) if x is None else x for x in chosen)
     return first, second
 
@@ -105,7 +104,9 @@ def gradients(
     given, grad_output = _dense(given), cast(Tensor, incoming[0])
     has_room = shared_memory(given.query.device) >= ROOM
     of_line = *given[:7], given.position, given.key_position
-    found = cast(Any, run)(grad_output.contiguous(), *results, *of_line, *_parameters(given), *_others(given), has_room)
+    arguments = (grad_output.contiguous(), *results, *of_line, *_parameters(given), *_others(given), has_room)
+    with torch.cuda.device_of(given.query):
+        found = cast(Any, run)(*arguments)
     *of_tokens, decay, log_scale, norm_weight = found
     made = (decay, None, *of_tokens[5:], log_scale, norm_weight, None, None)
     of_others = [or_nothing(x if need else None, given.query) for x, need in zip(made, needed[7:17])]
@@ -143,7 +144,8 @@ def step(
     out = query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
     how = given.first_turned, given.is_interleaved, given.trained_length, given.scaling
     arguments = (*tensors, old, new, given.log_scale, given.norm_weight, given.frequencies, *how)
-    cast(Any, run)(*arguments, slope_scale=given.slope_scale, is_rate=given.is_rate, rows=rows, out=out)
+    with torch.cuda.device_of(query):
+        cast(Any, run)(*arguments, slope_scale=given.slope_scale, is_rate=given.is_rate, rows=rows, out=out)
     return out
 
 
@@ -166,7 +168,8 @@ def _scores(hidden: Tensor, weight: Tensor) -> Tensor:
     if out.numel():
         from .triton_scores import run
 
-        run(hidden, weight, out)
+        with torch.cuda.device_of(hidden):
+            run(hidden, weight, out)
     return out
 
 

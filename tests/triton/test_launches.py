@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import triton_interpreter
@@ -71,3 +73,33 @@ def test_an_operator_is_as_many_launches_as_fake_cuda_counts(operator, module, l
         if trains:
             output.sum().backward()
     assert len(names) == OF_TRITON[operator], " ".join(names)
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    """A model may be on several GPUs, of which one is current."""
+    entered, launched = [], []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        entered.append(tensor)
+        yield
+        entered.pop()
+
+    def launch(kernel, grid):
+        def run(*given, **others):
+            launched.append((kernel.fn.__name__, len(entered)))
+            get(kernel, grid)(*given, **others)
+
+        return run
+
+    mechanism, _ = mechanisms(EXACT | ROTARY | {"trained_length": 12}, torch.float32)
+    on_cuda(monkeypatch)
+    get = InterpretedFunction.__getitem__
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", launch)
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    mechanism(tokens(mechanism, 0, 20, torch.float32))[0].sum().backward()
+    with torch.no_grad():
+        _, state = mechanism(tokens(mechanism, 0, 14, torch.float32))
+        mechanism(tokens(mechanism, 14, 15, torch.float32), state)
+    assert {"_scores", "_begin", "_outputs", "_of_keys"} <= {name for name, _ in launched}
+    assert {number for _, number in launched} == {1}
