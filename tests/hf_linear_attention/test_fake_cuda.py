@@ -1,8 +1,8 @@
 """What a GPU would have to do, counted on fake CUDA tensors: kernels, bytes, and calls for which the host waits.
 
-A mix-up of devices is an error on fake tensors too. The table is of one layer: what `attend` and the gates launch, with
-those of the backward pass and of the loss in training. `tests/support/fake_cuda.py` runs all cases in a process whose
-torch takes CUDA for available.
+A mix-up of devices is an error on fake tensors too, also of a model that is on two of them. The table is of one layer:
+what `attend` and the gates launch, with those of the backward pass and of the loss in training.
+`tests/support/fake_cuda.py` runs all cases in a process whose torch takes CUDA for available.
 """
 
 from __future__ import annotations

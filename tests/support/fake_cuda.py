@@ -158,11 +158,11 @@ def without_kernels() -> None:
     triton_hybrid.shared_memory = lambda device: 0
 
 
-def to_fake(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def to_fake(model: nn.Module, dtype: torch.dtype, device: str = "cuda") -> nn.Module:
     """Replace parameters and buffers by fake ones on CUDA."""
 
     def fake(x: Tensor) -> Tensor:
-        return torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype, device="cuda")
+        return torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype, device=device)
 
     for module in model.modules():
         for name, x in list(module._parameters.items()):
@@ -277,6 +277,23 @@ def step_of_requests(model: Any) -> dict[str, Any]:
     return {"kernels": COUNTER.kernels, "waits": dict(COUNTER.waits)}
 
 
+def run_on_two_devices(model: Any) -> None:
+    """A prompt and two tokens of a model of two layers, each on a device of its own as by `device_map="auto"`."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    layers = model.model.layers
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), COUNTER:
+        to_fake(model, torch.bfloat16)
+        to_fake(layers[1], torch.bfloat16, "cuda:1")
+        for device, layer in enumerate(layers):
+            add_hook_to_module(layer, AlignDevicesHook(execution_device=device, io_same_device=True))
+        ids, cache = torch.zeros(2, 40, dtype=torch.long, device="cuda:0"), None
+        for length in (40, 1, 1):
+            cache = model(ids[:, :length], cache=cache, use_cache=True).past_key_values
+        devices = [{x.device.index for x in layer.state} for layer in cache.layers]
+        assert devices == [{0}, {1}], devices
+
+
 def compiled(model: Any) -> dict[str, list[str]]:
     """Our operators in the graphs of torch.compile, of which each call of the model must be one."""
     from transformers import DynamicCache, StaticCache
@@ -344,6 +361,8 @@ def main() -> None:
         found[name] = measure(convert(LlamaForCausalLM(config)), cases)
     found["requests"] = requests | {"default": step_of_requests(convert(LlamaForCausalLM(config)))}
     found["compiled"] = compiled(convert(LlamaForCausalLM(config)))
+    for row in requests:
+        run_on_two_devices(convert(matrix.stock_model("llama", num_hidden_layers=2), **matrix.MECHANISM_ROWS[row]))
     without_kernels()
     found["requests in torch"] = {}
     for row in requests:
