@@ -65,10 +65,10 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rows", type=int, help="2, or 1 with --quick")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[], help="what is looked up")
-    parser.add_argument("--quick", action="store_true", help="leave out students without a part of their memory")
+    parser.add_argument("--quick", action="store_true", help="one row, and no students without a part of their memory")
     parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
     options = parser.parse_args(argv)
-    options.rows = options.rows or 2 - options.quick
+    options.rows = 2 - options.quick if options.rows is None else options.rows
     return options
 
 

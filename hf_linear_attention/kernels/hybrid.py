@@ -357,7 +357,7 @@ def _run_exact(given: HybridArguments, name: str, *others: Tensor | None) -> Non
     keys = (with_rows(x)[:, :, :num_far].unsqueeze(2) for x in (given.key, given.value, score) if x is not None)
     key, value, score = keys
     scale = score.new_full((1,) * 5, given.scaling).expand(batch, kv_heads, -1, -1, -1)
-    angles = score.new_empty(0) if given.frequencies is None else given.frequencies
+    angles = score.new_empty(0) if given.frequencies is None else with_rows(given.frequencies)
     angles = angles.expand(1, 1, 1, 1, -1)
     old = (*(x.contiguous().unsqueeze(2) for x in given.kept), *[None] * (5 - len(given.kept)))
     query, pairs = grouped(with_rows(given.query), kv_heads)[:, :, :, first:], given.pairs

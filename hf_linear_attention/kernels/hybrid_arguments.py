@@ -116,7 +116,7 @@ class HybridArguments(NamedTuple):
         """The same with a map for inputs as they are, and with the decay itself."""
         root, norm = self.scaling**0.5, None if self.key_norm is None else accumulated(self.key_norm) * self.scaling
         key_weight, query_weight = (accumulated(x) * root for x in (self.key_weight, self.query_weight))
-        decay = decay_of(self.log_decay, self.is_rate)
+        decay = logarithm_of(self.log_decay, self.is_rate)
         return self._replace(
             key_weight=key_weight, key_norm=norm, query_weight=query_weight, log_decay=decay, is_rate=False
         )
@@ -155,6 +155,6 @@ class StepArguments(NamedTuple):
     is_rate: bool = False
 
 
-def decay_of(log_decay: Tensor | None, is_rate: bool) -> Tensor | None:
-    """The logarithm of the decay per token."""
-    return -F.softplus(accumulated(log_decay)) if log_decay is not None and is_rate else log_decay
+def logarithm_of(decay: Tensor | None, is_rate: bool) -> Tensor | None:
+    """The logarithm of the decay per token, `[Hkv]`, of which `decay` may be the rate; see `LearnedDecay`."""
+    return -F.softplus(accumulated(decay)) if decay is not None and is_rate else decay

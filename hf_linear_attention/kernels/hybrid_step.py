@@ -18,7 +18,7 @@ from ..torch_kernels.blocks import EXP, HEDGEHOG, with_dtype
 from . import fla, triton_hybrid
 from .checks import check_blocks, check_heads, check_rows, check_shape, check_turns
 from .cpu import STEP_NUMBERS, run_step, takes, takes_step, without_dispatcher
-from .hybrid_arguments import StepArguments, decay_of
+from .hybrid_arguments import StepArguments, logarithm_of
 from .hybrid_in_torch import hybrid_step_in_torch
 from .operators import Operator, register
 
@@ -106,13 +106,14 @@ def _run_hybrid_step(
     shape, strides, places, is_ready, _ = layout
     slope = None if given.slope is None else given.slope * given.slope_scale
     position = None if given.position is None else given.position.to(torch.int32)
-    decay = decay_of(given.log_decay, given.is_rate)
+    decay = logarithm_of(given.log_decay, given.is_rate)
     tensors: Any = (*given[:4], slope, position, *given[POSITION + 1 : STEP_STATE - 1], decay)
     tensors = (*tensors, given.log_scale, given.norm_weight)
     dense = tensors if is_ready else [_for_c(place, x) for place, x in enumerate(tensors)]
     tokens = [0 if x is None else x.data_ptr() for x in dense]
     rows_of_output, width = shape[0] * shape[2] * shape[3], shape[8]
-    angles = 0 if given.frequencies is None else given.frequencies.data_ptr()
+    frequencies = None if given.frequencies is None else given.frequencies.contiguous()
+    angles = 0 if frequencies is None else frequencies.data_ptr()
     # C needs memory for the sizes, the largest logits, and the far part, too.
     memory = given.state[0].new_empty(rows_of_output * (2 * width + 3))
     first, size = memory.data_ptr(), 4 * rows_of_output

@@ -114,10 +114,11 @@ def gradients(
 
 
 def _dense(given: HybridArguments) -> HybridArguments:
-    """With dense rows, and other tensors dense."""
+    """With dense rows, and others dense, because the kernels read them without strides."""
     names = ("query", "key", "value", "sink_key", "sink_value")
     rows = {name: x if x.stride(-1) == 1 else x.contiguous() for name in names for x in (getattr(given, name),)}
-    whole = "visible seen position key_position key_weight key_bias key_norm query_weight spans"
+    whole = "visible seen position key_position log_decay state key_weight key_bias key_norm query_weight"
+    whole += " log_scale norm_weight frequencies spans"
     found = {name: x.contiguous() for name in whole.split() if (x := getattr(given, name)) is not None}
     return given._replace(**rows, **found)
 
@@ -143,7 +144,8 @@ def step(
     query, value = given.query, given.value
     out = query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
     how = given.first_turned, given.is_interleaved, given.trained_length, given.scaling
-    arguments = (*tensors, old, new, given.log_scale, given.norm_weight, given.frequencies, *how)
+    others = (x if x is None else x.contiguous() for x in (given.log_scale, given.norm_weight, given.frequencies))
+    arguments = (*tensors, old, new, *others, *how)
     with torch.cuda.device_of(query):
         cast(Any, run)(*arguments, slope_scale=given.slope_scale, is_rate=given.is_rate, rows=rows, out=out)
     return out

@@ -66,6 +66,32 @@ def test_opcheck(name):
     torch.library.opcheck(function, given, **checks)
 
 
+def test_what_turns_and_packs_is_checked():
+    """Each head has its weights, frequencies are float32 on one axis, and packed sequences have exact keys alone."""
+    calls = (Maker(seed).call() for seed in range(2000))
+    calls = (x for x in calls if not x.misfit and x.options.get("turns", (None,))[0] is not None)
+    found = {x.entry: x for x in calls if x.tensors["key"].shape[1] > 1 and x.tensors.get("state") is None}
+    call, step = found["hybrid"], found["hybrid_step"]
+    given = fuzz.arguments_of(call.tensors, call.options)._replace(spans=None)
+    length = torch.zeros(2, *given.query.shape[::2][:2], dtype=torch.int32)
+    wrong = {
+        "key_weight": given.key_weight[:1],
+        "query_weight": given.query_weight[:1],
+        "frequencies": given.frequencies.double(),
+        "spans": length.long(),
+    }
+    for name, x in wrong.items():
+        with pytest.raises(ValueError, match=f"`{name}` has"):
+            OPERATORS.hybrid(*given._replace(**{name: x}))
+    with pytest.raises(ValueError, match="Packed sequences have no keys before them, no sinks"):
+        OPERATORS.hybrid(*given._replace(spans=length, score=None, num_exact_keys=0, kept_key=None))
+    options = step.options
+    for frequencies in (options["turns"][0].double(), options["turns"][0][None]):
+        turns = frequencies, *options["turns"][1:]
+        with pytest.raises(ValueError, match="`frequencies` has"):
+            fuzz.hybrid_step(step.tensors, {**options, "turns": turns}, {})
+
+
 @pytest.mark.parametrize(("row", "mode"), [("hybrid", Recorder), ("gated_delta", contextlib.nullcontext)])
 def test_gradients_in_torch_are_computed_by_the_thread_that_asks(row, mode, monkeypatch):
     """Another thread has neither the device nor the stream of CUDA that is current here."""

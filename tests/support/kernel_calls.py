@@ -189,6 +189,7 @@ class Maker:
         frequencies = [10.0 ** (-3 * self.random.random()) for _ in range(count)]
         first, is_interleaved = self.random.randint(0, count), self.chance(0.5)
         turned = torch.tensor(frequencies) if frequencies or self.chance(0.5) else None
+        turned = turned.repeat_interleave(2)[::2] if turned is not None and self.chance(0.3) else turned  # not dense
         return turned, first, is_interleaved, self.random.choice((0, 1, 3, 50, 2**30))
 
     def given(self, kind: str, is_causal: bool, function: int) -> list[str]:
