@@ -12,13 +12,11 @@ of the values, s sinks, w tokens of a window, M exact keys, R rotary frequencies
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..mechanisms.base import Rotary
+from ..mechanisms.hybrid_step import logarithm_of, shifts_of
 from ..positions.rotary import RotaryShift
 from ..torch_kernels.blocks import EXP, accumulated
 
@@ -108,9 +106,7 @@ class HybridArguments(NamedTuple):
     @property
     def shifts(self) -> tuple[RotaryShift | None, RotaryShift | None]:
         """What takes back the turns that the map does not see, and what moves to within the trained length."""
-        rotary = Rotary(cast(Any, self.frequencies), self.is_interleaved)
-        hidden = RotaryShift(rotary, self.first_turned) if self.first_turned < self.pairs else None
-        return hidden, RotaryShift(rotary) if self.pairs and self.trained_length else None
+        return shifts_of(self.frequencies, self.first_turned, self.is_interleaved, self.trained_length)
 
     def scaled(self) -> HybridArguments:
         """The same with a map for inputs as they are, and with the decay itself."""
@@ -120,41 +116,3 @@ class HybridArguments(NamedTuple):
         return self._replace(
             key_weight=key_weight, key_norm=norm, query_weight=query_weight, log_decay=decay, is_rate=False
         )
-
-
-class StepArguments(NamedTuple):
-    """The arguments of the operator `hybrid_step`: one new real token, and the state that it changes.
-
-    The oldest token of the window moves to the exact keys or to the far sums. With exact keys the score of token n
-    (counted from 1) is `score` + n `slope` `slope_scale`. See `HybridArguments` for the others.
-
-    Parameters, scores and positions may have any dtype of their kind.
-    """
-
-    query: Tensor  # [B, H, 1, D]
-    key: Tensor  # [B, Hkv, 1, D]
-    value: Tensor  # [B, Hkv, 1, W]
-    score: Tensor | None  # [B, 1, Hkv]
-    slope: Tensor | None  # [Hkv]
-    position: Tensor | None  # [B, 1]
-    key_weight: Tensor  # [Hkv, D, columns]
-    key_bias: Tensor | None
-    key_norm: Tensor | None
-    query_weight: Tensor
-    log_decay: Tensor | None  # [Hkv]
-    state: Sequence[Tensor]  # see `WindowState.stored`
-    log_scale: Tensor  # [H]
-    norm_weight: Tensor  # [H]
-    frequencies: Tensor | None  # [R] float32
-    first_turned: int
-    is_interleaved: bool
-    trained_length: int
-    function: int
-    scaling: float
-    slope_scale: float = 1.0
-    is_rate: bool = False
-
-
-def logarithm_of(decay: Tensor | None, is_rate: bool) -> Tensor | None:
-    """The logarithm of the decay per token, `[Hkv]`, of which `decay` may be the rate; see `LearnedDecay`."""
-    return -F.softplus(accumulated(decay)) if decay is not None and is_rate else decay

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of `hybrid` in plain torch operations, where no kernel takes their tensors and for second derivatives.
+"""The operator `hybrid` in plain torch operations, where no kernel takes its tensors and for second derivatives.
 
 Axes: B batch, H query heads, N queries, W head dimension of the values.
 """
@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..mechanisms.window import ORDINARY, SINK
 from ..positions.rotary import RotaryShift
 from ..torch_kernels.attention import in_torch
 from ..torch_kernels.blocks import EXP, Affine, KernelMap, accumulated, zero_where_masked
 from ..torch_kernels.exact_keys import Leaving, attend_to_kept
 from ..torch_kernels.window import Part, join, log_size, plain_window
-from .hybrid_arguments import HybridArguments, StepArguments
+from .hybrid_arguments import HybridArguments
 
 
 def hybrid_in_torch(given: HybridArguments) -> list[Tensor]:
@@ -92,40 +91,3 @@ def _near_part(
     sinks = given.sink_key, given.sink_value, given.seen, to_sinks
     output, size, _ = plain_window(query, key[:, :, 1:], value[:, :, 1:], visible[:, 1:], *sinks, given.scaling)
     return output, size
-
-
-def hybrid_step_in_torch(given: StepArguments) -> tuple[Tensor, list[Tensor]]:
-    """What the operator computes: `hybrid_in_torch` of one query, and the window moved on by its token.
-
-    Returns:
-        The output `[B, 1, H, W]` in the accumulation dtype, and the tensors of the new state.
-    """
-    has_scores, has_places = given.score is not None, len(given.state) in (8, 14)
-    number = (4 + has_places) * has_scores
-    sums, kept, window = given.state[0], given.state[1 : 1 + number], given.state[1 + number :]
-    position_now = None if given.position is None else given.position.int()
-    old_key, old_value, old_kind, sink_key, sink_value, num_seen, *others = window
-    place = torch.arange(sink_key.shape[2], dtype=torch.long, device=num_seen.device)
-    here, kind = (place == num_seen)[:, None, :, None], torch.where(num_seen < len(place), SINK, ORDINARY)
-    sink_key, sink_value = torch.where(here, given.key, sink_key), torch.where(here, given.value, sink_value)
-    key, value = torch.cat((old_key, given.key), dim=2), torch.cat((old_value, given.value), dim=2)
-    kind, num_seen = torch.cat((old_kind, kind.to(old_kind.dtype)), dim=1), num_seen + 1
-    score = position = None
-    if given.score is not None and given.slope is not None:
-        slope = (given.slope * given.slope_scale)[:, None, None]
-        own = (given.score.mT.unsqueeze(3) + slope * num_seen[:, None, None].float()).to(others[-1].dtype)
-        score = torch.cat((others[-1], own), dim=2)
-    if has_places:
-        position = torch.cat((others[0], cast(Tensor, position_now)), dim=1)
-    seen = (place < num_seen)[:, None]
-    arguments: Any = (
-        *(given.query, key, value, kind == ORDINARY, sink_key, sink_value, seen, given.log_decay, sums),
-        *(given.key_weight, given.key_bias, given.key_norm, given.query_weight, given.log_scale, given.norm_weight),
-        *(*kept, *[None] * (5 - number), score, position_now, position, given.frequencies, None, given.function),
-        *(old_key.shape[2], given.scaling, given.first_turned, given.is_interleaved, given.trained_length),
-        *(kept[0].shape[2] if kept else 0, given.is_rate),
-    )
-    output, sums, *kept = hybrid_in_torch(HybridArguments(*arguments))
-    state = [sums, *kept, key[:, :, 1:], value[:, :, 1:], kind[:, 1:], sink_key, sink_value, num_seen]
-    state += [] if position is None else [position[:, 1:]]
-    return output, state + ([] if score is None else [score[:, :, 1:]])

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ..mechanisms.hybrid_step import StepArguments, logarithm_of
+from ..mechanisms.hybrid_step import hybrid_step as hybrid_step_in_torch
 from ..mechanisms.window import WindowState
 from ..torch_kernels.blocks import EXP, HEDGEHOG, with_dtype
 from . import fla, triton_hybrid
 from .checks import check_blocks, check_heads, check_rows, check_shape, check_turns
 from .cpu import STEP_NUMBERS, run_step, takes, takes_step, without_dispatcher
-from .hybrid_arguments import StepArguments, logarithm_of
-from .hybrid_in_torch import hybrid_step_in_torch
 from .operators import Operator, register
 
 
@@ -84,7 +84,7 @@ def _hybrid_step_(*arguments: Any) -> Tensor:
         check_hybrid_step(given, rows)
         check_blocks(*given.state)
         state = _in_order(given.state)
-        return triton_hybrid.step(given, state, state, rows)
+        return triton_hybrid.step(given, state, state, None if rows is None else rows.contiguous())
     layout = _layout_of(given, rows)
     if layout.is_for_c:
         return _run_hybrid_step(given, layout, given.state, None if rows is None else rows.contiguous())

@@ -17,10 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..mechanisms.hybrid_step import StepArguments
 from ..torch_kernels.blocks import EXP, needs_plain
 from . import fla
 from .checks import check_shape
-from .hybrid_arguments import HybridArguments, StepArguments
+from .hybrid_arguments import HybridArguments
 from .operators import Operator, or_nothing, register
 
 

@@ -32,13 +32,14 @@ from transformers import initialization as init
 from ..features.maps import FEATURE_MAPS, half_squared_norm
 from ..positions.rotary import LearnedDecay, decay_of, rotary_shift
 from ..torch_kernels.attention import makes_features, map_attention, state_after
-from ..torch_kernels.blocks import EXP, KernelMap, accumulated, is_eager, is_on_cuda, sized_step, with_dtype
+from ..torch_kernels.blocks import EXP, KernelMap, accumulated, is_on_cuda, with_dtype
 from ..torch_kernels.exact_keys import Kept, Leaving, attend_to_kept
 from ..torch_kernels.implementations import implemented
 from ..torch_kernels.window import Part, join, joined_output, log_size
 from .base import LayerShape, MechanismInputs, State, hidden_size_of, scaled
+from .hybrid_step import StepArguments, hybrid_step
 from .settings import HybridOptions
-from .window import ORDINARY, Line, WindowAttention, WindowState
+from .window import Line, WindowAttention, WindowState
 
 
 # The unit of positions in scores, so that the slope is of the size of w.
@@ -139,53 +140,22 @@ class HybridAttention(HybridOptions, WindowAttention):
         query, old, maps, turned = inputs.query, self.read(state), self.feature_map, self.is_turned
         # Under autocast, rotary positions make queries and keys float32, whereas values remain bfloat16.
         key, value = with_dtype(inputs.key, old.key.dtype), with_dtype(inputs.value, old.value.dtype)
-        if not implemented("takes_hybrid_step", query, key, value, old, maps.key_projection, maps.kernel_function):
-            if self.num_exact_keys or inputs.rows is not None or not is_eager(query) or query.device.type != "cpu":
-                return None
-            return self._step_in_torch(inputs, old) if bool((old.kind == ORDINARY).all()) else None
+        has_kernel = implemented("takes_hybrid_step", query, key, value, old, maps.key_projection, maps.kernel_function)
+        if not has_kernel and inputs.rows is not None:
+            return None
         has_scores, decay = self.score_slope is not None and inputs.gates is not None, self.decay
-        given = (  # `StepArguments` of the kernels
+        arguments = (
             *(query, key, value, *((inputs.gates, self.score_slope) if has_scores else (None, None))),
             *(inputs.positions if turned else None, *maps.affine_parameters(), None if decay is None else decay.rate),
             *(list(state), self.mix.far_log_scale, self.mix.query_norm_weight),
             *(cast(Any, self.rotation).frequencies(query) if turned else None, *self.turns),
             *(maps.kernel_function, inputs.scaling, 1 / SLOPE_TOKENS, True),
         )
+        given = StepArguments._make(arguments)
+        if not has_kernel:
+            output, new = hybrid_step(given)
+            return with_dtype(output, query.dtype), tuple(new)
         return implemented("hybrid_step", given, inputs.in_place, inputs.rows)
-
-    def _step_in_torch(self, inputs: MechanismInputs, old: WindowState) -> tuple[Tensor, State]:
-        """The step in torch, if every slot of the window holds a token that is not a sink."""
-        query, key, value, _, scaling, _, positions, *_ = inputs
-        sums = cast(Tensor, old.sums)
-        (batch, heads), kv_heads, width, dtype = query.shape[:2], key.shape[1], value.shape[-1], sums.dtype
-        key, value = with_dtype(key, old.key.dtype), with_dtype(value, old.value.dtype)
-        far_query, far_key = accumulated(query), accumulated(old.key[:, :, :1])
-        if self.shift is not None and positions is not None and old.position is not None:
-            far_query, far_key = self.shift(far_query, -positions), self.shift(far_key, -old.position[:, :1])
-        exponents = (
-            self.feature_map.forward_queries(far_query, scaling),
-            self.feature_map.forward_keys(far_key, scaling),
-        )
-        log_decay = None if self.decay is None else self.decay()
-        far, far_size, sums = sized_step(*exponents, old.value[:, :, :1], sums, True, log_decay)
-        windows = [torch.cat((x[:, :, 1:], new), dim=2) for x, new in ((old.key, key), (old.value, value))]
-        to_sinks = self.sink_query(inputs)
-        queries = (query, query if to_sinks is None else to_sinks)
-        rows = [(x.to(dtype) * scaling).reshape(batch * kv_heads, -1, self.shape.head_dim) for x in queries]
-        keys = [x.to(dtype).flatten(0, 1).transpose(1, 2) for x in (windows[0], old.sink_key)]
-        logits = torch.cat([torch.bmm(*pair) for pair in zip(rows, keys)], dim=2)
-        weights = logits.softmax(dim=-1).split_with_sizes((self.window_size, self.num_sinks), dim=2)
-        values = [x.to(dtype).flatten(0, 1) for x in (windows[1], old.sink_value)]
-        near = torch.bmm(weights[0], values[0]).baddbmm_(weights[1], values[1])
-        shape = (batch, kv_heads, heads // kv_heads, 1, -1)
-        parts = [x.view(shape) for x in (near, logits.logsumexp(dim=-1, keepdim=True), far, far_size)]
-        norm = half_squared_norm(query, scaling).view(shape)
-        output = self.mix(tuple(parts[:2]), [tuple(parts[2:])], norm).view(batch, 1, heads, width)
-        position = None
-        if old.position is not None:
-            position = torch.cat((old.position[:, 1:], with_dtype(cast(Tensor, positions), torch.int32)), dim=1)
-        new = old._replace(sums=sums, key=windows[0], value=windows[1], num_seen=old.num_seen + 1, position=position)
-        return with_dtype(output, query.dtype), new.stored
 
     def parts_behind(
         self, inputs: MechanismInputs, line: Line, mask: Tensor, sums: Tensor | None = None

@@ -71,7 +71,7 @@ class KernelMap(NamedTuple):
         x = accumulated(x)
         if affine is not None:
             bias, norm = (None if part is None else part.to(x.dtype) for part in affine[1:])
-            image = x @ affine.weight.to(x.dtype)
+            image = project_heads(x, affine.weight.to(x.dtype))
             image = image if bias is None else image + bias
             x = image if norm is None else image - norm / 2 * x.square().sum(dim=-1, keepdim=True)
         if self.function == ELU_PLUS_ONE:

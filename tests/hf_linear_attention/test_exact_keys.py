@@ -44,6 +44,34 @@ def test_it_needs_the_scores():
         attend(mechanism, *qkv(9))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("count", [0, 5])
+@pytest.mark.parametrize("trained_length", [12, None])
+@pytest.mark.parametrize(
+    "more", [{}, {"decay": "learned", "num_sinks": 0}, {"feature_map": "hedgehog", "rope": "before_map"}]
+)
+def test_steps_in_torch_are_a_prompt(count, trained_length, more):
+    """From any token on, in float64, which no kernel takes: with an empty window and a full one, with equal scores
+    and without sums, and the state as well."""
+    settings = {**SETTINGS, "num_exact_keys": count, "num_sinks": 3, "trained_length": trained_length, **more}
+    model = convert(stock_model("llama"), **settings).double().eval()
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    length, inputs = 30, sample_inputs("llama", length=30)["input_ids"]
+    inputs[:, 10:16] = inputs[:, 10:11]  # equal hidden states, so that their scores differ by their positions only
+    for layer in model.model.layers:
+        if count:
+            layer.self_attn.linear_attention.score_slope.zero_()
+    whole = model(inputs, use_cache=True)
+    for first in (1, 2, 6, 11, 20):
+        cache, found = model(inputs[:, :first], use_cache=True).past_key_values, []
+        for place in range(first, length):
+            found.append(model(inputs[:, place : place + 1], past_key_values=cache).logits)
+        torch.testing.assert_close(torch.cat(found, dim=1), whole.logits[:, first:], rtol=1e-9, atol=1e-9)
+        for layer, other in zip(cache.layers, whole.past_key_values.layers):
+            torch.testing.assert_close(layer.state, other.state, rtol=1e-6, atol=1e-6)  # scores are float32
+
+
 @pytest.mark.parametrize(("count", "chunks", "size"), [(5, 13, 4), (9, 8, 4), (3, 5, 7), (3, 1, 7)])
 def test_the_scan_keeps_what_one_chunk_after_the_other_keeps(count, chunks, size):
     """With equal scores, of which the first one wins, and places without a key."""
