@@ -80,7 +80,10 @@ def _convert(argv: Sequence[str]) -> None:
     request = parse(argv, __doc__)
     if not is_first_process():
         logging.disable()
-    with to_stderr(PACKAGE, "hf_linear_attention._common"), quiet_transformers():
+    with (
+        to_stderr(PACKAGE, "hf_linear_attention._common", "hf_linear_attention.model_conversion"),
+        quiet_transformers(),
+    ):
         for text in _answers(request):
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()  # what follows may fail

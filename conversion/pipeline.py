@@ -305,6 +305,8 @@ def calibrated(conversion: Conversion, model: PreTrainedModel) -> dict[str, Any]
             tokens = within_memory(lambda rows: calibrate(model, progress(rows, "calibrating")), batches)
     except NotImplementedError as error:
         raise UsageError(f"{conversion.plan.mechanisms} with these settings needs calibration, but {error}") from error
+    if not tokens:  # `calibrate` has said why
+        return {"inputs": None, "tokens": 0}
     if tokens < count / 2 and keeps_exact_keys(conversion.plan):
         logger.warning(
             "%s has %s tokens; up to %s are read, and with fewer the scores of exact keys fit other texts worse: give "

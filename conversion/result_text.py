@@ -77,7 +77,7 @@ def describe_result(
     if training:
         lines += ["", *training]
     elif plan.layers:
-        is_fitted = bool(calibrated) and keeps_exact_keys(plan)
+        is_fitted = bool((report["calibration"] or {}).get("tokens")) and keeps_exact_keys(plan)
         lines += ["", *healing_lines(plan, source, output_dir, is_fitted)]
     return "\n".join(lines)
 

@@ -378,7 +378,7 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
 
     Returns:
         The number of tokens (or patches) that the first layer saw; 0 if there is nothing to fit, in which case no batch
-        is read.
+        is read, or if the batches are too short for the scores of every layer.
 
     Raises:
         ValueError: if the model has no converted layers, or there is something to fit and no token to fit it to.
@@ -392,7 +392,8 @@ def calibrate(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]]) -> i
         num_batches = observe_batches(model, found.add, _checked(batches, model.main_input_name))
     if not all(sum(counts) for counts in found.counts.values()):
         raise ValueError("`batches` has no token to calibrate on; pass at least one batch of real inputs.")
-    found.fit()
+    if not found.fit():
+        return 0
     # ALBERT's layers share one module, which then sees every batch several times.
     first = found.counts[modules[0]]
     return sum(first) * num_batches // len(first)
@@ -422,7 +423,8 @@ class _Observed:
             query = _real_tokens(inputs.query, None if is_cross else mask)
             self.kept[seen.module].append((query, _real_tokens(inputs.key, mask)))
 
-    def fit(self) -> None:
+    def fit(self) -> bool:
+        """Fit the constants; whether any has been fitted."""
         for module, parts in self.kept.items():
             query, key = (torch.cat(part, dim=2) for part in zip(*parts))
             scaling = module.linear_attention_scaling
@@ -440,6 +442,7 @@ class _Observed:
             logger.info(
                 f"The scores of exact keys explain {share:.0%} of what outputs lose without a key, as logarithms."
             )
+        return bool(shares or self.kept)
 
 
 def _checked(batches: Iterable[Any], needed: str) -> Iterator[Mapping[str, Any]]:

@@ -238,7 +238,10 @@ def _report(name: str, error: Exception, speaks: bool) -> int:
     # Others are what only this process may have met.
     is_expected = isinstance(error, (UsageError, RunError, OSError))
     if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", str(error)):
-        error = RunError(f"not enough memory ({one_line(error)[:200]}); choose smaller batches, lengths or models")
+        error = RunError(
+            f"not enough memory ({one_line(error)[:200]}); choose smaller batches, shorter rows "
+            "(`finetune --max_length`) or a smaller model"
+        )
     is_ours = isinstance(error, (UsageError, RunError, OSError))
     hint = "" if is_ours else f" ({type(error).__name__}; {DEBUG}=1 shows where)"
     word = "error" if isinstance(error, UsageError) else "failed"

@@ -119,7 +119,8 @@ def write_model_card(output_dir: str | Path, facts: Mapping[str, Any], name: str
 def _fitted_to(settings: Any, conversion: Mapping[str, Any]) -> str | None:
     """The text to which the scores of exact keys were fitted, and None where there are none."""
     entries = settings if isinstance(settings, Sequence) else [settings or {}]
-    return conversion.get("calibrated on") if any(entry.get("num_exact_keys") for entry in entries) else None
+    found, is_kept = conversion.get("calibrated on"), any(entry.get("num_exact_keys") for entry in entries)
+    return found if is_kept and found != "nothing" else None
 
 
 def _source(base_model: str) -> Markdown:

@@ -111,13 +111,14 @@ def test_the_hints_of_the_summary_run(llama, tmp_path):
     code, out, err = run("convert", *words, command=main)
     assert code == 0
     # Nothing of transformers' report about "newly initialized" weights, nor its bars.
-    *said, divided, last = err.splitlines()
+    *said, explained, dividing, divided, last = err.splitlines()
     assert said == [
         f"loading {llama}",
         "calibrating on Python's documentation; text of the kind that will be read, as `--calibration_file`, is "
         "better: .07 nats for a 0.5B and code",
-        "dividing exact keys between the layers",
     ]
+    assert re.fullmatch(r"The scores of exact keys explain \d+% of what outputs lose .*", explained)
+    assert dividing == "dividing exact keys between the layers"
     assert re.fullmatch(r"exact keys by layer: \d+, \d+, \d+", divided)
     assert last == "verifying"
     assert "Its scores are fitted. To bring it nearer to the original:" in out

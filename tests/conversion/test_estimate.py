@@ -60,7 +60,8 @@ def test_the_estimate(tmp_path, monkeypatch):
     found_plan = make_plan(open_source(str(tmp_path / "half")), {"mechanism": "hybrid"})
     found = estimate.Estimate(found_plan)
     dtype, exact = "bfloat16", mean_exact_tokens(found_plan.config)
-    assert abs(figures(found.scores(10_000))[0] - 0.4 * minutes * (10_000 + divided) * layers) < 1
+    more = 0.4 * estimate.BESIDES_BFLOAT16 / estimate.BESIDES
+    assert abs(figures(found.scores(10_000))[0] - more * minutes * (10_000 + divided) * layers) < 1
     time, memory = figures(found.stage({**adapters, "per_device_train_batch_size": 4, "max_length": 10**6}, 10_000))
     assert abs(time - 0.4 * minutes * 10_000 * (4 * layers + 3 * output)) < 1
     assert abs(memory - ((3 * 4 + 88) * rows + 60 * 4 * exact * tokens + 1e9) / 1e9) <= 0.05

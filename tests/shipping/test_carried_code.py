@@ -19,8 +19,8 @@ from hf_linear_attention.configuration_linear_attention import CODE_FILES, LICEN
 from hf_linear_attention.mechanisms.registry import MECHANISMS
 
 
-# The lines of both files together; a change that needs more says why: `hybrid` takes a step of a token at once in torch,
-# which is 1.2 times as fast where the package is not installed.
+# The lines of both files together; a change that needs more says why: `hybrid` takes a step of a token at once in
+# torch, which is 1.2 times as fast where the package is not installed.
 MOST_LINES = {"aft": 4700, "gated_delta": 4200, "hybrid": 6500, "latent": 3400, "linear": 5100, "linformer": 3700}
 MOST_LINES |= {"linformer_linear": 5600, "nystrom": 3500, "performer": 5500, "window": 4500}
 # safetensors is a requirement of transformers itself.

@@ -64,8 +64,9 @@ def test_inputs_beyond_the_trained_length_and_beyond_undivided_passes(converted)
         assert written(llm, texts) == expected(folder, texts)
 
 
-def test_bfloat16(converted):
-    folder, texts = converted("linear"), prompts(12, 60)
+@pytest.mark.parametrize("mechanism", ["linear", "keys by layer"])
+def test_bfloat16(converted, mechanism):
+    folder, texts = converted(mechanism), prompts(12, 60)
     with engine(folder, dtype="bfloat16") as llm:
         found, wanted = written(llm, texts, 8), expected(folder, texts, 8, torch.bfloat16)
     # Rounding differs with the batch, so the likeliest of two close tokens may.

@@ -127,14 +127,17 @@ def mean_exact_tokens(config: PreTrainedConfig) -> int:
 
 def sequence_length(recipe: Recipe, processor: Processor, config: PreTrainedConfig) -> int:
     """The length to which texts are cut: `--max_length`, by default `default_length`."""
-    length, positions = recipe.data.max_length, getattr(config, "max_position_embeddings", None)
-    if length is None:
-        default = default_length(config)
-        length = int(min(default, getattr(processor, "model_max_length", default)))
-    elif positions and length > positions:
+    default = default_length(config)
+    return recipe.data.max_length or int(min(default, getattr(processor, "model_max_length", default)))
+
+
+def warn_of_length(length: int, config: PreTrainedConfig) -> None:
+    """Warn of rows of more tokens than the model has positions, or too few to learn of far keys."""
+    positions, kind = getattr(config, "max_position_embeddings", None), config.model_type
+    if positions and length > positions:
         logger.warning("`--max_length %d` is more than the model's %d positions", length, positions)
-    kind = getattr(config, "stock_model_type", config.model_type)
-    if length <= (exact := mean_exact_tokens(config)) and is_causal_config(config, kind):
+    is_causal = is_causal_config(config, getattr(config, "stock_model_type", kind))
+    if length <= (exact := mean_exact_tokens(config)) and is_causal:
         logger.warning(
             "rows have %d tokens, not more than the %d that stay exact, so nothing is learnt of far keys; give "
             "`--max_length %d` or more",
@@ -142,4 +145,3 @@ def sequence_length(recipe: Recipe, processor: Processor, config: PreTrainedConf
             exact,
             2 * exact,
         )
-    return length

@@ -9,7 +9,7 @@ from typing import Any
 from hf_linear_attention._common.errors import DataError
 from hf_linear_attention.training.data.images import check_images, image_examples
 from hf_linear_attention.training.data.packing import Examples, Part
-from hf_linear_attention.training.data.processors import Processor, load_config, sequence_length
+from hf_linear_attention.training.data.processors import Processor, load_config, sequence_length, warn_of_length
 from hf_linear_attention.training.data.rows import label_names, load_rows, path_of
 from hf_linear_attention.training.data.texts import (
     build_examples,
@@ -72,7 +72,8 @@ def load_data(recipe: Recipe, processor: Processor) -> Splits:
         TrainingError: if a split holds nothing that can be used.
     """
     reader = READERS.get(recipe.model.task, TEXT)
-    max_length = sequence_length(recipe, processor, load_config(recipe))
+    max_length = sequence_length(recipe, processor, config := load_config(recipe))
+    warn_of_length(max_length, config)
     read = {split: load_rows(recipe.data, split) for split in ("train", "validation")}
     parts = [Part(recipe, rows, split, processor, max_length) for split, rows in read.items() if rows is not None]
     for part in parts:

@@ -20,7 +20,7 @@ from hf_linear_attention._common.errors import TrainingError
 from hf_linear_attention.training.data import texts as tokenization
 from hf_linear_attention.training.data.batches import pad
 from hf_linear_attention.training.data.packing import Examples, Part
-from hf_linear_attention.training.data.processors import sequence_length
+from hf_linear_attention.training.data.processors import sequence_length, warn_of_length
 from hf_linear_attention.training.data.rows import label_names, load_rows
 from hf_linear_attention.training.data.texts import build_examples, check_texts, paragraphs
 from hf_linear_attention.training.models import class_mapping
@@ -198,9 +198,12 @@ def test_rows_are_longer_than_what_stays_exact(tokenizer, caplog):
     assert lengths == [512, 4096, 2472, 2008]
     config.max_position_embeddings = 1500
     assert sequence_length(recipe_of(), tokenizer, config) == 1500
+    warn_of_length(1005, config)
     assert not caplog.messages
     assert sequence_length(recipe_of(max_length=1004), tokenizer, config) == 1004
+    warn_of_length(1004, config)
     assert "rows have 1004 tokens, not more than the 1004 that stay exact" in caplog.text
     tokenizer.model_max_length = 900
     assert sequence_length(recipe_of(), tokenizer, config) == 900
+    warn_of_length(900, config)
     assert "rows have 900 tokens, not more than the 1004 that stay exact" in caplog.text
