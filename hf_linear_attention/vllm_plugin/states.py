@@ -46,11 +46,29 @@ class Prompt(NamedTuple):
     number: int  # among the prompts of this step
 
 
+class Group(NamedTuple):
+    """Prompts that are one call of each layer. Its tensors are made once a step: each is a copy from the host."""
+
+    prompts: Sequence[Prompt]
+    numbers: Tensor  # [B]
+    first: Tensor  # [B] int32, the position of the first token of each row; padding on the left makes it negative
+    mask: Tensor | None  # bool [B, N], of several prompts
+
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt], device: torch.device) -> Group:
+        """The group of these prompts."""
+        longest = max(prompt.end - prompt.start for prompt in prompts)
+        places = [(prompt.number, prompt.computed + prompt.end - prompt.start - longest) for prompt in prompts]
+        numbers, first = torch.tensor(places, device=device).unbind(1)
+        mask = None if len(prompts) == 1 else torch.arange(longest, device=device) >= -first[:, None]
+        return cls(prompts, numbers, first.int(), mask)
+
+
 @dataclass
 class StateMetadata(BaseMambaAttentionMetadata):
     """What the layers have to know of a step, beyond what vLLM tells every Mamba layer."""
 
-    prompts: tuple[Prompt, ...] = ()
+    groups: tuple[Group, ...] = ()
 
 
 class StateMetadataBuilder(BaseMambaAttentionMetadataBuilder[StateMetadata]):
@@ -68,7 +86,8 @@ class StateMetadataBuilder(BaseMambaAttentionMetadataBuilder[StateMetadata]):
             computed, starts = self._prefill_cpu_metadata(common_attn_metadata, *counts)
             bounds = (starts + metadata.num_decode_tokens).tolist()
             rows = zip(bounds, bounds[1:], computed.tolist())
-            metadata.prompts = tuple(Prompt(*row, number) for number, row in enumerate(rows))
+            prompts = [Prompt(*row, number) for number, row in enumerate(rows)]
+            metadata.groups = tuple(Group.of(group, self.device) for group in batches(prompts))
         return metadata
 
 
@@ -121,38 +140,34 @@ class ConvertedLayer:
         metadata: Any = get_forward_context().attn_metadata
         return metadata.get(self.prefix) if isinstance(metadata, dict) else metadata
 
-    def run(self, inputs: MechanismInputs, first: int | Tensor = 0, state: State | None = None) -> tuple[Tensor, Any]:
-        """The output `[B, N, H, D]` and the new states; `first` is the position of the first token of each row."""
+    def run(self, inputs: MechanismInputs, first: Tensor, state: State | None = None) -> tuple[Tensor, Any]:
+        """The output `[B, N, H, D]` and the new states; `first [B]` is the position of the first token of each row."""
         return self.module[0].linear_attention(self.placed(inputs, first), state)
 
-    def placed(self, inputs: MechanismInputs, first: int | Tensor) -> MechanismInputs:
+    def placed(self, inputs: MechanismInputs, first: Tensor) -> MechanismInputs:
         """The inputs with what the mechanism needs of the positions of the tokens; see `run`."""
         mechanism = self.module[0].linear_attention
         if not mechanism.needs_positions:
             return inputs
         batch, _, length, _ = inputs.query.shape
-        first = torch.as_tensor(first, dtype=torch.int32, device=inputs.query.device).reshape(-1, 1)
-        positions = (first + torch.arange(length, dtype=torch.int32, device=first.device)).clamp(min=0)
+        places = torch.arange(length, dtype=torch.int32, device=first.device)
+        positions = (first.int().unsqueeze(1) + places).clamp(min=0)
         return mechanism.prepare(inputs._replace(positions=positions.expand(batch, -1)))
 
-    def read(self, inputs: MechanismInputs, group: Sequence[Prompt], output: Tensor) -> Any:
-        """Read sequences from their beginning in one call; write their outputs, and return their states."""
-        if len(group) == 1:
-            start, end, *_ = group[0]
-            output[:, start:end], state = self.run(slice_tokens(inputs, start, end))
+    def read(self, inputs: MechanismInputs, group: Group, output: Tensor, state: State | None = None) -> Any:
+        """Read sequences in one call, several from their beginning; write their outputs, and return their states."""
+        prompts, _, first, mask = group
+        if mask is None:
+            start, end, *_ = prompts[0]
+            output[:, start:end], state = self.run(slice_tokens(inputs, start, end), first, state)
             return state
-        device = output.device
-        lengths = torch.tensor([prompt.end - prompt.start for prompt in group], device=device)
-        longest = max(prompt.end - prompt.start for prompt in group)
-        first = longest - lengths  # the place of the first token: padding is on the left, where no window counts it
-        query, key, value = (_pad(x, 2, group) for x in (inputs.query, inputs.key, inputs.value))
-        gates = None if inputs.gates is None else _pad(inputs.gates, 1, group)
-        mask = torch.arange(longest, device=device) >= first[:, None]
-        found, state = self.run(
-            MechanismInputs(query, key, value, mask, inputs.scaling, inputs.is_causal, gates=gates), -first
-        )
-        for row, (start, end, *_) in zip(found, group):
-            output[0, start:end] = row[longest - (end - start) :]
+        # Padding is on the left, where no window counts it.
+        query, key, value = (_pad(x, 2, prompts) for x in (inputs.query, inputs.key, inputs.value))
+        gates = None if inputs.gates is None else _pad(inputs.gates, 1, prompts)
+        padded = MechanismInputs(query, key, value, mask, inputs.scaling, inputs.is_causal, gates=gates)
+        found, state = self.run(padded, first)
+        for row, (start, end, *_) in zip(found, prompts):
+            output[0, start:end] = row[len(row) - (end - start) :]
         return state
 
 
@@ -208,19 +223,15 @@ class StateLayer(ConvertedLayer, nn.Module, MambaBase):
         """Write the output `[1, N, H, D]` for the tokens of this step, and continue the states of their requests."""
         metadata = self.metadata
         if metadata is None:
-            output.copy_(self.run(inputs)[0])
+            output.copy_(self.run(inputs, output.new_zeros(1))[0])
             return
         if count := metadata.num_decode_tokens:
             steps = self.placed(slice_tokens(inputs, 0, count, are_steps=True), metadata.seq_lens[:count] - 1)
             output[0, :count] = self.step(steps, metadata.state_indices_tensor_d[:count, 0].long())[:, 0]
-        for group in batches(metadata.prompts):
-            rows = metadata.state_indices_tensor_p[[prompt.number for prompt in group]].long()
-            start, end, computed, _ = group[0]
-            if computed:
-                output[:, start:end], state = self.run(slice_tokens(inputs, start, end), computed, self._load(rows))
-            else:
-                state = self.read(inputs, group, output)
-            self._store(rows, state)
+        for group in metadata.groups:
+            rows = metadata.state_indices_tensor_p.index_select(0, group.numbers).long()
+            state = self._load(rows) if group.prompts[0].computed else None
+            self._store(rows, self.read(inputs, group, output, state))
 
     def step(self, inputs: MechanismInputs, rows: Tensor) -> Tensor:
         """One token of each request whose state is in one of these blocks: the output `[B, 1, H, D]`."""
@@ -246,7 +257,7 @@ class EncoderLayer(ConvertedLayer, EncoderOnlyAttention):
         metadata = self.metadata
         bounds = [0, output.shape[1]] if metadata is None else metadata.query_start_loc.tolist()
         for group in batches([Prompt(*pair, 0, number) for number, pair in enumerate(itertools.pairwise(bounds))]):
-            self.read(inputs, group, output)
+            self.read(inputs, Group.of(group, output.device), output)
 
 
 def batches(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
