@@ -19,7 +19,7 @@ import torch
 
 
 START = time.time()
-SECONDS = 60  # for one question
+SECONDS = 60  # for one question, if not more are given
 Job = tuple[Callable[..., None], tuple[Any, ...]]
 
 
@@ -110,14 +110,14 @@ def answered(run: Run, job: Job) -> None:
         run.failed(job[0].__name__, str(job[1]), error)
 
 
-def together(run: Run, group: Sequence[Job], end: float, at_once: int) -> None:
-    """Every job of a group in a process of its own, a few of them at a time."""
+def together(run: Run, group: Sequence[Job], end: float, at_once: int, seconds: float | None = None) -> None:
+    """Every job of a group in a process of its own, which may take so many seconds; a few of them at a time."""
     # A forked process does not import everything again, but must be forked before CUDA starts.
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
     waiting, running = list(group), []
     while waiting or running:
         while waiting and len(running) < at_once:
-            job, limit = waiting.pop(0), min(time.time() + SECONDS, end)
+            job, limit = waiting.pop(0), min(time.time() + (seconds or SECONDS), end)
             if limit < time.time() + 3:
                 run.note(job[0].__name__, case=str(job[1]), status="FAILED", error="no time was left")
                 continue

@@ -63,7 +63,7 @@ class Estimate:
     def scores(self, tokens: int) -> str:
         """The time and the peak memory in which scores of exact keys are fitted, and keys divided between layers."""
         # Qwen2.5-Coder-0.5B held 3.4 GB in bfloat16 and 6.4 in float32.
-        products = self.layers * (tokens + DIVISION)
+        products: float = self.layers * (tokens + DIVISION)
         products *= 1 if self.frozen == torch.float32 else BESIDES_BFLOAT16 / BESIDES
         return self._cost(products, self.frozen, 3 * self.frozen.itemsize * self.base)
 

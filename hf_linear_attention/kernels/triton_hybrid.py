@@ -28,9 +28,13 @@ from .operators import Operator, or_nothing, register
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Those of the largest blocks for which the kernels were compiled.
 MOST_COLUMNS, MOST_FEATURES, MOST_WEIGHTS, MOST_GROUPS, MOST_SINKS, MOST_SCORES = 256, 128, 8192, 32, 64, 64
+# The second axis of a grid on CUDA has 65,535 programs: a query head of a sequence each, or at least 32 tokens of those
+# that are read and of the exact keys before them.
+MOST_HEADS, MOST_TOKENS = 65_535, 1 << 20
 # Bytes of shared memory of the largest program, by those of the largest row, with as many features as may be.
 SHARED = {128: 65_536, 256: 99_328, 512: 98_304, 1024: 168_448}
-# The same in training, where blocks of rows of more than 128 bytes are loaded ahead.
+# The same after exact keys, where these are loaded ahead, and in training, where rows of more than 128 bytes are.
+AFTER_KEYS = {128: 99_368, 256: 132_376, 512: 131_456, 1024: 262_528}
 ROOM = 114_688
 
 
@@ -48,9 +52,10 @@ def _has_shared_memory(device: torch.device, least: int) -> bool:
     return shared_memory(device) >= least
 
 
-def _columns(rows: Tensor) -> int:
-    """Those of a block in a kernel, a power of 2."""
-    return 1 << max(4, (rows.shape[3] - 1).bit_length())
+def _by_row(bytes_by_row: dict[int, int], *rows: Tensor) -> int:
+    """The number for the largest row of these tensors; a block in a kernel has a power of 2 of columns."""
+    row = max((1 << max(4, (x.shape[3] - 1).bit_length())) * x.element_size() for x in rows)
+    return next(found for size, found in bytes_by_row.items() if size >= row)
 
 
 def takes(
@@ -66,7 +71,6 @@ def takes(
     if not query.ndim == key.ndim == value.ndim == sink_key.ndim == 4 or not key.shape[1]:
         return False  # torch says what is wrong
     features, columns = key_weight.shape[2], max(query.shape[3], value.shape[3])
-    row = max(_columns(x) * x.element_size() for x in (query, key, value))
     return (
         function == EXP
         and all(x.dtype in DTYPES for x in (query, key, value))
@@ -74,8 +78,9 @@ def takes(
         and features <= min(MOST_FEATURES, MOST_WEIGHTS // columns)
         and query.shape[1] // key.shape[1] <= MOST_GROUPS
         and sink_key.shape[2] <= MOST_SINKS
-        and query.shape[0] > 0
-        and _has_shared_memory(query.device, next(least for size, least in SHARED.items() if size >= row))
+        and 0 < query.shape[0] * query.shape[1] <= MOST_HEADS
+        and query.shape[2] <= MOST_TOKENS
+        and _has_shared_memory(query.device, _by_row(SHARED, query, key, value))
     )
 
 
@@ -90,8 +95,10 @@ def forward(
     old = [x.contiguous() for x in given.kept]
     of_line = *given[:7], given.score, given.position, given.key_position
     arguments = (*of_line, *_parameters(given), given.state, old, *_others(given))
+    has_room = shared_memory(given.query.device) >= _by_row(AFTER_KEYS, *given[:3])
+    results = {"out": output, "new_sums": state, "new_kept": kept, "size": size}
     with torch.cuda.device_of(given.query):
-        chosen = cast(Any, run)(*arguments, out=output, new_sums=state, new_kept=kept, size=size)
+        chosen = cast(Any, run)(*arguments, **results, has_room=has_room)
     first, second = (size.new_empty(0, dtype=torch.int32) if x is None else x for x in chosen)
     return first, second
 

@@ -739,14 +739,15 @@ def run(
     sums: Tensor | None, kept: Sequence[Tensor], log_scale: Tensor, norm_weight: Tensor, frequencies: Tensor | None,
     spans: Tensor | None, window: int, count: int, first_turned: int, is_interleaved: bool, trained_length: int,
     scaling: float, is_rate: bool, out: Tensor, new_sums: Tensor, new_kept: Sequence[Tensor],
-    size: Tensor | None = None,
+    size: Tensor | None = None, has_room: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Write the output `out [B, N, H, W]`, the sums and the exact keys after the last token, and the logarithm of the
     denominator of each query, `size [B, H, N]`; returns what `_choose` writes, if there are exact keys.
 
     See `HybridArguments` for the arguments, and `triton_step.run` for those of the map. `spans`, int32 `[2, B, N]`, are
     the first token of each token's packed sequence and the one behind its last; nothing comes before, and there are
-    exact keys and no sinks.
+    exact keys and no sinks. `has_room` says whether there is shared memory for exact keys from before that are loaded
+    ahead (`AFTER_KEYS`).
     """
     (batch, heads, length, dim), kv_heads, slots, width = query.shape, key.shape[1], key.shape[2], value.shape[3]
     features, sinks, device = key_weight.shape[2], sink_key.shape[2], query.device
@@ -761,6 +762,7 @@ def run(
 
     old: list[Tensor | None] = [*kept, *[None] * (5 - len(kept))]
     kept_key, kept_value, kept_score, kept_age, kept_position = old
+    loads_ahead = has_room or kept_key is None
     made: list[Tensor | None] = [*new_kept, *[None] * (5 - len(new_kept))]
     # Of sequences, heads and rows; columns are dense.
     strides = [(0, 0, 0) if x is None else x.stride()[:3] for x in (query, key, value, score, sink_key, sink_value)]
@@ -800,7 +802,7 @@ def run(
             "num_warps": 8,
             "IN_GROUP": GROUP,
         },
-        **{"GROUPS": groups, "IS_RATE": is_rate},
+        **{"GROUPS": groups, "IS_RATE": is_rate, "num_stages": 3 if loads_ahead else 1},
     }
     parts = -(-width // block)
     strides_of_line = (*strides[2], *where.values(), chunks)
@@ -826,7 +828,7 @@ def run(
         SP=wide(sinks), ROOM=count + chunk, C=chunk, BLOCK=chunk, IS_RATE=is_rate,
         CLAMPS=clamps, T=TYPES[exact], PRECISION=precision,
         num_warps=8,
-        num_stages=2,
+        num_stages=2 if loads_ahead else 1,
         **shared, **turns,
     )  # fmt: skip
     if count:

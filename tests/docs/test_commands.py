@@ -225,6 +225,9 @@ def longer_text() -> None:
 def long_decoder() -> None:
     """A decoder for states of 512 tokens, and text to fit them to."""
     llama(max_position_embeddings=2048, num_hidden_layers=1)
+    tokenizer = AutoTokenizer.from_pretrained("SRC")
+    tokenizer.model_max_length = 2048
+    tokenizer.save_pretrained("SRC")
     Path("TEXTS").mkdir()
     for name in ("fit", "train"):
         Path(f"TEXTS/{name}.txt").write_text("\n\n".join(TEXTS[:60]), encoding="utf-8")

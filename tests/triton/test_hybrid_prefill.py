@@ -7,7 +7,8 @@ import torch
 import triton_interpreter
 from hybrid_calls import EXACT, ROTARY, TOLERANCE, mechanisms, on_cuda, relative, tokens, widened
 
-from hf_linear_attention.kernels import triton_prefill
+from hf_linear_attention.kernels import triton_hybrid, triton_prefill
+from hf_linear_attention.torch_kernels.blocks import EXP
 
 
 assert triton_interpreter
@@ -111,6 +112,42 @@ def test_a_gpu_reads_what_fits_into_its_shared_memory(shared, fits, monkeypatch)
     assert bool(ran) == fits
     mechanism.bfloat16()(tokens(mechanism, 0, 20, torch.bfloat16, dim=256))
     assert len(ran) == 1 + fits
+
+
+def test_a_grid_has_no_more_programs_than_cuda_allows(monkeypatch):
+    """65,535 on the second axis: query heads of sequences, or chunks of a line."""
+    on_cuda(monkeypatch)
+
+    def takes(batch: int, heads: int, length: int) -> bool:
+        of_heads = [torch.empty(batch, n, length, 16, device="meta") for n in (heads, 1, 1)]
+        return triton_hybrid.takes(*of_heads, torch.empty(batch, 1, 0, 16), torch.empty(1, 16, 8), EXP)
+
+    assert takes(4369, 15, 1)
+    assert not takes(4096, 16, 1)
+    assert takes(1, 1, 1 << 20)
+    assert not takes(1, 1, (1 << 20) + 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("shared", "stages"), [(232_448, 2), (101_376, 1)])
+def test_exact_keys_from_before_are_loaded_ahead_where_there_is_room(shared, stages, monkeypatch):
+    """Of an H100 and of an RTX 4090, with rows of 256 bytes. Those of a first prompt fit into both."""
+    mechanism, _ = mechanisms(EXACT | ROTARY, torch.float32, dim=64)
+    launched, kernel = [], triton_prefill._outputs
+
+    class Outputs:
+        def __getitem__(self, grid):
+            def run(*given, num_stages, **others):
+                launched.append(num_stages)
+                kernel[grid](*given, num_stages=num_stages, **others)
+
+            return run
+
+    monkeypatch.setattr(triton_prefill, "_outputs", Outputs())
+    on_cuda(monkeypatch, shared)
+    _, state = mechanism(tokens(mechanism, 0, 20, torch.float32, dim=64))
+    mechanism(tokens(mechanism, 20, 30, torch.float32, dim=64), state)
+    assert launched == [2, stages]
 
 
 @torch.no_grad()

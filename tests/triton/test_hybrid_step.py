@@ -61,6 +61,20 @@ def test_a_step_is_that_of_the_mechanism(name, dtype, monkeypatch):
 
 
 @torch.no_grad()
+def test_numbers_of_blocks_may_have_a_stride(monkeypatch):
+    mechanism, _ = mechanisms(CASES["beyond the trained length"][0], torch.float32)
+    state = mechanism(tokens(mechanism, 0, 14, torch.float32))[1]
+    rows = torch.tensor([3, 2, 1, 4])[::2]
+    blocks = tuple(torch.full((BLOCKS, *x.shape[1:]), UNUSED, dtype=x.dtype).index_copy(0, rows, x) for x in state)
+    one = tokens(mechanism, 14, 15, torch.float32)
+    expected = mechanism(one, state)[0]
+    ran = on_cuda(monkeypatch)
+    assert relative(mechanism.step_in_rows(one, blocks, rows), expected) < TOLERANCE[torch.float32]
+    assert ran == ["triton_step"]
+    assert all((x[2] == UNUSED).all() for x in blocks)
+
+
+@torch.no_grad()
 def test_positions_of_all_sequences_may_be_one_number(monkeypatch):
     """As models pass them: int64, and one row for the whole batch; the state's are int32."""
     mechanism, _ = mechanisms(CASES["beyond the trained length"][0], torch.float32)
