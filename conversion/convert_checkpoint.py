@@ -136,7 +136,7 @@ def _preview(conversion: Conversion) -> list[str]:
     """What would be done, in lines."""
     from hf_linear_attention.conversion.calibration_data import keeps_exact_keys
     from hf_linear_attention.conversion.estimate import Estimate
-    from hf_linear_attention.conversion.pipeline import calibration_tokens
+    from hf_linear_attention.conversion.pipeline import calibration_tokens, divides_keys
     from hf_linear_attention.conversion.preset_plan import describe_stages
     from hf_linear_attention.conversion.result_text import describe
     from hf_linear_attention.conversion.softmax_choice import count_of
@@ -149,7 +149,7 @@ def _preview(conversion: Conversion) -> list[str]:
         estimate, inputs = Estimate(conversion.plan), conversion.inputs
         if inputs is not None and keeps_exact_keys(conversion.plan):
             tokens = calibration_tokens(conversion)
-            cost = estimate.scores(tokens)
+            cost = estimate.scores(tokens, divides_keys(conversion))
             lines.append(f"  scores      fitted on up to {tokens:,} tokens of {inputs.name}, {cost}")
         if conversion.training is not None:
             lines += describe_stages(conversion.training, estimate)

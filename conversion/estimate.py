@@ -60,10 +60,12 @@ class Estimate:
             x: seconds_per_operation(self.shape.hidden_size, x, device) for x in {torch.float32, self.frozen}
         }
 
-    def scores(self, tokens: int) -> str:
-        """The time and the peak memory in which scores of exact keys are fitted, and keys divided between layers."""
+    def scores(self, tokens: int, divides: bool) -> str:
+        """The time and the peak memory in which scores of exact keys are fitted, and keys divided between layers if
+        they are.
+        """
         # Qwen2.5-Coder-0.5B held 3.4 GB in bfloat16 and 6.4 in float32.
-        products: float = self.layers * (tokens + DIVISION)
+        products: float = self.layers * (tokens + DIVISION * divides)
         products *= 1 if self.frozen == torch.float32 else BESIDES_BFLOAT16 / BESIDES
         return self._cost(products, self.frozen, 3 * self.frozen.itemsize * self.base)
 

@@ -336,11 +336,17 @@ def within_memory(fit: Callable[[list[Batch]], T], batches: list[Batch]) -> T:
         batches = [dict(zip(parts, half)) for parts in split for half in zip(*parts.values())]
 
 
-def with_divided_keys(conversion: Conversion, model: PreTrainedModel) -> Plan:
-    """The plan with a number of exact keys for each layer, which the model gets too, unless the number is given."""
-    plan, arguments, inputs = conversion.plan, conversion.request.arguments, conversion.inputs
+def divides_keys(conversion: Conversion) -> bool:
+    """Whether exact keys are divided between the layers: on text, where no number of them is given."""
     preset = {} if conversion.training is None else conversion.training.preset.settings.get("causal", {})
-    if inputs is None or not keeps_exact_keys(plan) or "num_exact_keys" in {**preset, **conversion.request.given}:
+    is_given = "num_exact_keys" in {**preset, **conversion.request.given}
+    return conversion.inputs is not None and keeps_exact_keys(conversion.plan) and not is_given
+
+
+def with_divided_keys(conversion: Conversion, model: PreTrainedModel) -> Plan:
+    """The plan with a number of exact keys for each layer, which the model gets too, if keys are divided."""
+    plan, arguments, inputs = conversion.plan, conversion.request.arguments, conversion.inputs
+    if inputs is None or not divides_keys(conversion):
         return plan
     logger.info("dividing exact keys between the layers")
     with ready_to_compute(model):

@@ -36,10 +36,19 @@ def test_the_estimate(tmp_path, monkeypatch):
 
     dtype = "float32"
     divided = estimate.DIVISION
-    assert abs(figures(found.scores(10_000))[0] - minutes * (10_000 + divided) * layers) < 1
-    assert found.scores(10**6) == f"about {minutes * (10**6 + divided) * layers / 60:.0f} hours and 0.0 GB in float32"
+    assert abs(figures(found.scores(10_000, True))[0] - minutes * (10_000 + divided) * layers) < 1
+    assert (
+        found.scores(10**6, True)
+        == f"about {minutes * (10**6 + divided) * layers / 60:.0f} hours and 0.0 GB in float32"
+    )
     words = ["--model_name_or_path", tmp_path / "llama", "--attention", "hybrid", "--state_tokens", 128, "--dry_run"]
-    assert f"scores      fitted on up to 4,096 tokens of Python's documentation, {found.scores(4096)}" in run(*words)[1]
+    assert (
+        f"scores      fitted on up to 4,096 tokens of Python's documentation, {found.scores(4096, True)}"
+        in run(*words)[1]
+    )
+    given = found.scores(4096, False)
+    assert given != found.scores(4096, True)
+    assert f"Python's documentation, {given}" in run(*words, "--num_exact_keys", 80)[1]
     adapters = {"use_peft": True, "gradient_checkpointing": True}
     base, tokens, exact = layers + output + 7 * 64, 4 * 10**6, mean_exact_tokens(plan.config)
     rows = 64 * tokens
@@ -55,13 +64,13 @@ def test_the_estimate(tmp_path, monkeypatch):
     found.base, large = 10**10, {**adapters, "per_device_train_batch_size": 4, "max_length": 10**6}
     memory = figures(found.stage(large, 10_000))[1]  # of three copies
     assert abs(memory - (12 * 10**10 + (3 * 4 + 88) * rows + 60 * 4 * exact * tokens + 1e9) / 1e9) <= 0.05
-    assert figures(found.scores(10_000))[1] == 120.0
+    assert figures(found.scores(10_000, True))[1] == 120.0
     AutoModelForCausalLM.from_pretrained(tmp_path / "llama").bfloat16().save_pretrained(tmp_path / "half")
     found_plan = make_plan(open_source(str(tmp_path / "half")), {"mechanism": "hybrid"})
     found = estimate.Estimate(found_plan)
     dtype, exact = "bfloat16", mean_exact_tokens(found_plan.config)
     more = 0.4 * estimate.BESIDES_BFLOAT16 / estimate.BESIDES
-    assert abs(figures(found.scores(10_000))[0] - more * minutes * (10_000 + divided) * layers) < 1
+    assert abs(figures(found.scores(10_000, True))[0] - more * minutes * (10_000 + divided) * layers) < 1
     time, memory = figures(found.stage({**adapters, "per_device_train_batch_size": 4, "max_length": 10**6}, 10_000))
     assert abs(time - 0.4 * minutes * 10_000 * (4 * layers + 3 * output)) < 1
     assert abs(memory - ((3 * 4 + 88) * rows + 60 * 4 * exact * tokens + 1e9) / 1e9) <= 0.05
