@@ -69,6 +69,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
     options = parser.parse_args(argv)
     options.rows = 2 - options.quick if options.rows is None else options.rows
+    for missing in (path for path in (options.text, *options.students) if not path.exists()):
+        parser.error(f"there is no {missing}; STUDENTS are folders that `convert` has written, and --text is a file")
     return options
 
 

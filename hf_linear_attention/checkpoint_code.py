@@ -37,6 +37,16 @@ hf_linear_attention {version} wrote this file from its own modules, which the he
 and reads these settings, it serves the checkpoint instead, with its kernels.
 """
 '''
+# Before the other imports of the config's file, which comes first, because these would name what is missing only.
+OLDEST_TRANSFORMERS = (5, 16)  # as in pyproject.toml
+CHECK = f"""import transformers
+
+if tuple(map(int, transformers.__version__.split(".")[:2])) < {OLDEST_TRANSFORMERS}:
+    raise ImportError(
+        "This checkpoint needs transformers {".".join(map(str, OLDEST_TRANSFORMERS))} or newer, and "
+        f"{{transformers.__version__}} is installed: pip install -U transformers"
+    )
+"""
 HEADING = "# " + "-" * 20 + " {} " + "-" * 20
 Rows = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -219,7 +229,8 @@ def _text(keys: list[Key], title: str, more: list[str]) -> str:
         raise ValueError(f"{sorted(both)} are imported and defined in one file.")
     lines = sorted(set(imports.values()), key=lambda line: (line.split()[1].lower(), line))
     header = HEADER.format(licence=LICENCE_LINE, title=title, version=__version__)
-    head = "\n".join(["from __future__ import annotations\n", *lines, "", *more])
+    check = [CHECK] if title == TITLES[0] else []
+    head = "\n".join(["from __future__ import annotations\n", *check, *lines, "", *more])
     return f"{header}\n{head}\n\n\n" + "\n\n\n".join(parts) + "\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 from checkpoints import save_twin
+from documented import ROOT
 from matrix import stock_config
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -70,6 +72,14 @@ def test_the_config_needs_no_models():
     tree = ast.parse(code_of("hybrid", is_decoder=True)[CODE_FILES[0]])
     tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+
+
+def test_an_old_transformers_is_named_before_anything_is_imported(monkeypatch):
+    code = code_of("hybrid", is_decoder=True)["configuration_linear_attention.py"]
+    needed = re.search(r'"transformers>=([\d.]+),', (ROOT / "pyproject.toml").read_text()).group(1)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
+    with pytest.raises(ImportError, match=f"needs transformers {needed} or newer, and 4.57.1 is installed:"):
+        exec(code, {"__name__": "code"})
 
 
 def test_models_configs_and_merged_adapters(llama, tmp_path):
