@@ -24,6 +24,7 @@ CHECKED = {
     "logits_error": "of logits {:.1%}",
     "kl_to_teacher": "KL {:.3f} nats/token",
     "top1_agreement": "same top token {:.1%}",
+    "kl_with_newest_keys": "KL {:.3f} before scores were fitted",
 }
 
 
@@ -100,8 +101,8 @@ def describe_checks(checks: Mapping[str, Any], has_layers: bool) -> list[str]:
         ),
     ]
     if beyond is not None:
-        where = f"beyond the windows, on tokens {beyond['first']:,} to {beyond['last']:,} of Python's documentation"
-        lines.append(_line("", f"{where}: {_checked(beyond)}"))
+        where = f"on tokens {beyond['first']:,} to {beyond['last']:,} of the end of Python's documentation"
+        lines.append(_line("", f"beyond the windows, {where}: {_checked(beyond)}"))
     return lines
 
 

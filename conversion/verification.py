@@ -27,6 +27,8 @@ from hf_linear_attention.configuration_linear_attention import exact_tokens, max
 from hf_linear_attention.conversion.plan import Plan
 from hf_linear_attention.conversion.source import Source, open_source
 from hf_linear_attention.default_settings import direction_of
+from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.score_fit import newest_keys
 from hf_linear_attention.training.losses.divergence import divergence
 from hf_linear_attention.training.losses.objectives import relative_head_error
 from hf_linear_attention.training.losses.output_layer import ByRow, Rows
@@ -173,13 +175,15 @@ def exact_length(settings: Any) -> int | None:
 
 
 def _beyond_window(by_row: ByRow, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any] | None:
-    """The figures of the tokens `first` to `last` of Python's documentation, the first that no window holds whole."""
+    """The figures of tokens `first` to `last`, the first that no window holds whole, of the end of Python's
+    documentation, whose beginning conversions are calibrated on.
+    """
     model = by_row.model
     first = exact_length(model.config.linear_attention)
     if first is None or direction_of(model.config) != "causal" or built_in_text(model.config, tokenizer) is None:
         return None
     last = min(first + TOKENS_BEYOND, max_length_of(model.config) or first + TOKENS_BEYOND) - 1
-    ids = cast(Any, tokenizer)(documentation()[: 40 * (last + 1)], return_tensors="pt").input_ids[:, : last + 1]
+    ids = cast(Any, tokenizer)(documentation()[-40 * (last + 1) :], return_tensors="pt").input_ids[:, : last + 1]
     if ids.shape[1] <= last or last - first < FEWEST_BEYOND:
         return None
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -187,7 +191,13 @@ def _beyond_window(by_row: ByRow, tokenizer: PreTrainedTokenizerBase | None) -> 
     with softmax_attention(model):
         yours = by_row.rows(batch)
     nats, same = _logit_figures(mine, yours)[first:, 2:].mean(0).tolist()
-    return {"first": first, "last": last, "kl_to_teacher": nats, "top1_agreement": same}
+    figures = {"first": first, "last": last, "kl_to_teacher": nats, "top1_agreement": same}
+    mechanisms = (module.linear_attention for module in linear_attention_modules(model).values())
+    fitted = [x for x in mechanisms if getattr(x, "num_exact_keys", 0) and x.score_projection.any()]
+    if fitted:
+        with newest_keys(fitted):
+            figures["kl_with_newest_keys"] = _logit_figures(by_row.rows(batch), yours)[first:, 2].mean().item()
+    return figures
 
 
 def documentation() -> str:

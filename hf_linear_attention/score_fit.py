@@ -52,6 +52,20 @@ def hidden_states_as_gates(mechanisms: Iterable[Any]) -> Iterator[None]:
             del mechanism.gates
 
 
+@contextmanager
+def newest_keys(mechanisms: Iterable[Any]) -> Iterator[None]:
+    """Inside, the exact keys are the newest ones behind the window, as before scores are fitted."""
+    parameters = [x for mechanism in mechanisms for x in (mechanism.score_projection, mechanism.score_slope)]
+    before = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.data.fill_(float(parameter.ndim == 1))
+    try:
+        yield
+    finally:
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.data.copy_(value)
+
+
 @dataclass
 class ScoreMoments:
     """Sums over keys and ages of one layer, in float64: of features f = (hidden state, age, 1), and of targets y."""

@@ -112,7 +112,7 @@ def test_the_figures_of_tokens_beyond_the_windows_are_given_apart():
     beyond = figures["beyond"]
     assert (beyond["first"], beyond["last"]) == (128, 383)
     text = "\n".join(text for _, text in sorted(topics.items()))
-    ids = tokenizer(text, return_tensors="pt").input_ids[:, :384]
+    ids = tokenizer(text[-40 * 384 :], return_tensors="pt").input_ids[:, :384]
     log_q, log_p = (m(ids).logits[0, 128:].double().log_softmax(-1) for m in (whole, stock.eval()))
     kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
     assert kl > 1e-5
@@ -120,6 +120,21 @@ def test_the_figures_of_tokens_beyond_the_windows_are_given_apart():
     same = (log_p.argmax(-1) == log_q.argmax(-1)).double().mean().item()
     assert beyond["top1_agreement"] == pytest.approx(same)
     assert "beyond" not in compare_outputs(convert(stock, mechanism="linear"), tokenizer)
+
+
+@torch.no_grad()
+def test_what_a_fit_of_scores_gains_is_given():
+    stock, tokenizer = stock_model("llama", max_position_embeddings=512), tiny_tokenizer(512)
+    model = convert(stock, mechanism="hybrid", window_size=20, num_sinks=2, num_exact_keys=30)
+    before = compare_outputs(model, tokenizer)["beyond"]
+    assert "kl_with_newest_keys" not in before
+    for layer in model.model.layers:
+        layer.self_attn.linear_attention.score_projection.normal_()
+    fitted = {name: x.clone() for name, x in model.state_dict().items()}
+    after = compare_outputs(model, tokenizer)["beyond"]
+    assert after["kl_with_newest_keys"] == pytest.approx(before["kl_to_teacher"], rel=1e-5)
+    assert after["kl_to_teacher"] != pytest.approx(before["kl_to_teacher"], rel=1e-3)
+    assert all(torch.equal(x, fitted[name]) for name, x in model.state_dict().items())
 
 
 def test_numbers_that_are_not_finite_are_noticed(damaged):
