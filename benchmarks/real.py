@@ -44,6 +44,7 @@ from hf_linear_attention._common.devices import multiplies_bfloat16
 from hf_linear_attention._common.logs import progress
 from hf_linear_attention.conversion.quality import SameBytes, windows_of_same_bytes
 from hf_linear_attention.modeling_linear_attention import linear_attention_modules
+from hf_linear_attention.score_fit import newest_keys
 from hf_linear_attention.training.data.batches import Batch, aligned_labels
 from hf_linear_attention.training.data.packing import IGNORED
 from hf_linear_attention.training.data.processors import bos_of
@@ -78,16 +79,20 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def altered(student: Any, control: str) -> Iterator[None]:
     """Inside, the student lacks a part of its memory."""
     mechanisms = [module.linear_attention for module in linear_attention_modules(student).values()]
+    scored = [mechanism for mechanism in mechanisms if mechanism.num_exact_keys]
+    if control == "newest keys":
+        with newest_keys(scored):
+            yield
+        return
     changed = {
         "far keys off": [mechanism.mix.far_log_scale for mechanism in mechanisms],
-        "newest keys": [mechanism.score_projection for mechanism in mechanisms if mechanism.num_exact_keys],
-        "random scores": [mechanism.score_projection for mechanism in mechanisms if mechanism.num_exact_keys],
+        "random scores": [mechanism.score_projection for mechanism in scored],
     }[control]
     before = [parameter.detach().clone() for parameter in changed]
     generator = torch.Generator().manual_seed(0)
     for parameter in changed:
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-        parameter.data.copy_({"far keys off": noise.fill_(-1e4), "newest keys": noise * 0}.get(control, noise))
+        parameter.data.copy_(noise.fill_(-1e4) if control == "far keys off" else noise)
     try:
         yield
     finally:

@@ -65,9 +65,9 @@ class Estimate:
         they are.
         """
         # Qwen2.5-Coder-0.5B held 3.4 GB in bfloat16 and 6.4 in float32.
-        products: float = self.layers * (tokens + DIVISION * divides)
-        products *= 1 if self.frozen == torch.float32 else BESIDES_BFLOAT16 / BESIDES
-        return self._cost(products, self.frozen, 3 * self.frozen.itemsize * self.base)
+        besides = BESIDES if self.frozen == torch.float32 else BESIDES_BFLOAT16
+        products, size = self.layers * (tokens + DIVISION * divides), 3 * self.frozen.itemsize * self.base
+        return self._cost(products, self.frozen, size, besides)
 
     def stage(self, options: Mapping[str, Any], tokens: float) -> str:
         """The time and the peak memory of a stage with these options of `finetune.py`."""
@@ -88,11 +88,12 @@ class Estimate:
             size += (CHECKPOINT * self.depth + KEPT) * numbers + exact if again else KEPT * self.depth * numbers
         return self._cost(products * tokens, dtype, size)
 
-    def _cost(self, products: float, dtype: torch.dtype, size: float) -> str:
-        return f"{self._time(products, dtype)} and {(size + IMPORTS) / 1e9:.1f} GB in {str(dtype)[len('torch.') :]}"
+    def _cost(self, products: float, dtype: torch.dtype, size: float, besides: float = BESIDES) -> str:
+        taken = self._time(products, dtype, besides)
+        return f"{taken} and {(size + IMPORTS) / 1e9:.1f} GB in {str(dtype)[len('torch.') :]}"
 
-    def _time(self, products: float, dtype: torch.dtype) -> str:
-        seconds = 2 * products * BESIDES * self.speeds[dtype]
+    def _time(self, products: float, dtype: torch.dtype, besides: float) -> str:
+        seconds = 2 * products * besides * self.speeds[dtype]
         for unit, length, least in (("hours", 3600, 10_800), ("minutes", 60, 90)):
             if seconds >= least:
                 return f"about {seconds / length:.0f} {unit}"

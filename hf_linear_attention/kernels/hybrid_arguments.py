@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of `hybrid` to window, sinks, exact and far keys in one sum: the arguments of its operators.
+"""Attention of `hybrid` to window, sinks, exact and far keys in one sum: the arguments of its operator.
 
 They are the tensors of a mechanism as they are, whatever computes: torch, C or Triton.
 

@@ -50,7 +50,7 @@ class Group(NamedTuple):
     """Prompts that are one call of each layer. Its tensors are made once a step: each is a copy from the host."""
 
     prompts: Sequence[Prompt]
-    numbers: Tensor  # [B]
+    numbers: Tensor  # [B] int64, those of the prompts
     first: Tensor  # [B] int32, the position of the first token of each row; padding on the left makes it negative
     mask: Tensor | None  # bool [B, N], of several prompts
 

@@ -6,6 +6,8 @@ import json
 import os
 import time
 
+import torch
+
 from benchmarks import gpu_check, gpu_runs
 
 
@@ -21,6 +23,11 @@ def hangs(run):
     time.sleep(60)
 
 
+def waits(run):
+    time.sleep(5)
+    run.note("waits", status="ok")
+
+
 def answers(run, case, ms):
     run.note("forward", case=case, tokens=4096, ms=ms)
 
@@ -32,6 +39,7 @@ def test_questions_are_isolated_and_compared(tmp_path, monkeypatch):
     gpu_runs.together(run, [*bad, (answers, ("hybrid", 2.0))], time.time() + 30, at_once=2)
     gpu_runs.together(run, [(answers, (gpu_check.SOFTMAX, 3.0))], time.time() + 30, at_once=1)
     gpu_runs.together(run, [(answers, ("late", 1.0))], time.time(), at_once=1)
+    gpu_runs.together(run, [(waits, ())], time.time() + 30, at_once=1, seconds=20)
     found = [json.loads(line) for line in (tmp_path / "gpu_check.jsonl").read_text().splitlines()]
     errors = {x["part"]: x["error"] for x in found if x.get("status") == "FAILED"}
     assert errors == {
@@ -40,7 +48,28 @@ def test_questions_are_isolated_and_compared(tmp_path, monkeypatch):
         "hangs": "took too long",
         "answers": "no time was left",
     }
+    assert any(x["part"] == "waits" and x["status"] == "ok" for x in found)
     text, problems = gpu_check.summary(run)
     assert problems == 4
     (row,) = (line.split() for line in text.splitlines() if line.startswith("forward"))
     assert row[-2:] == ["1.50", "1.0"]  # 3 ms over 2 ms, and the aim at 4,096 tokens
+
+
+@torch.no_grad()
+def test_a_number_that_a_step_in_place_writes_wrong_is_found(tmp_path, monkeypatch):
+    run = gpu_runs.Run("cpu", gpu_check.ON_CPU, tmp_path)
+    mechanism = gpu_check.mechanism_of(run, "hybrid").to(torch.bfloat16)
+    prompt = gpu_check.inputs_of(mechanism, 40, torch.bfloat16, "cpu", batch=2)
+    blocks, rows = tuple(torch.cat((x, x)) for x in mechanism(prompt)[1]), torch.tensor([3, 1])
+    blocks = tuple(x.index_copy(0, rows, x[:2]) for x in blocks)
+    assert gpu_check.wrong_in_place(mechanism, blocks, rows, 40) == 0
+    step = mechanism.step_in_rows
+
+    def wrong(token, blocks, rows):
+        output = step(token, blocks, rows)
+        blocks[0][rows[0]].flatten()[5] += 1
+        blocks[1][2].flatten()[3] += 1  # a block of nobody
+        return output
+
+    monkeypatch.setattr(mechanism, "step_in_rows", wrong)
+    assert gpu_check.wrong_in_place(mechanism, blocks, rows, 40) >= 2

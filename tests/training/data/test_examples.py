@@ -201,6 +201,7 @@ def test_rows_are_longer_than_what_stays_exact(tokenizer, caplog):
     warn_of_length(1005, config)
     assert not caplog.messages
     assert sequence_length(recipe_of(max_length=1004), tokenizer, config) == 1004
+    assert not caplog.messages
     warn_of_length(1004, config)
     assert "rows have 1004 tokens, not more than the 1004 that stay exact" in caplog.text
     tokenizer.model_max_length = 900
