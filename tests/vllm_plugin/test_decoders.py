@@ -7,6 +7,8 @@ import torch
 import transformers
 from conftest import CONFIGS, engine, expected, metric, prompts, written
 
+from hf_linear_attention.vllm_plugin import states
+
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "hybrid"])  # which the next tests run
 def test_many_requests_at_once_with_prompts_in_chunks(converted, name):
@@ -62,6 +64,18 @@ def test_inputs_beyond_the_trained_length_and_beyond_undivided_passes(converted)
     texts = [[number % 100 + 3 for number in range(length)] for length in (1_500, 9_000)]
     with engine(folder, max_model_len=9_200, max_num_batched_tokens=16_384) as llm:
         assert written(llm, texts) == expected(folder, texts)
+
+
+def test_what_prompts_need_on_the_device_is_made_once_for_all_layers(converted, monkeypatch):
+    made, read = [], []
+    make, read_one = states.Group.of, states.StateLayer.read
+    monkeypatch.setattr(states.Group, "of", lambda *given: made.append(make(*given)) or made[-1])
+    monkeypatch.setattr(states.StateLayer, "read", lambda *given: read.append(given[2]) or read_one(*given))
+    with engine(converted("hybrid"), max_num_batched_tokens=128, enable_chunked_prefill=True) as llm:
+        written(llm, prompts(8), 4)
+    assert any(len(group.prompts) > 1 for group in made)
+    assert len(read) == 3 * len(made)
+    assert {id(group) for group in read} == {id(group) for group in made}
 
 
 @pytest.mark.parametrize("mechanism", ["linear", "keys by layer"])
