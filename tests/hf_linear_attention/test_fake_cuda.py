@@ -93,6 +93,7 @@ def test_a_step_of_requests_can_be_captured(measured):
     assert set(requests) == {row for row, modes in AMOUNTS.items() if "step" in modes} == {*in_torch, "default"}
     for each in (requests, in_torch):
         assert not {row: found["waits"] for row, found in each.items() if found["waits"]}
+    assert in_torch["hybrid-exact-keys"]["kernels"] == 190  # with those that take the states from their blocks and back
     assert in_torch["hybrid-exact-keys"]["kernels"] > requests["hybrid-exact-keys"]["kernels"]
     assert requests["default"]["kernels"] == AMOUNTS["default"]["step"][0]
 
