@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from hf_linear_attention import calibrate, divide_exact_keys, supported_model_types
 from hf_linear_attention._common.command_line import not_essential
-from hf_linear_attention._common.devices import memory_of_machine, ready_to_compute
-from hf_linear_attention._common.errors import ConversionError, UsageError, one_line
+from hf_linear_attention._common.devices import SHORTEST_ROW, memory_of_machine, ready_to_compute
+from hf_linear_attention._common.errors import ConversionError, UsageError, is_out_of_memory, one_line
 from hf_linear_attention._common.folders import only_writer, saving, staging
 from hf_linear_attention._common.loaded_weights import check_complete, check_finite
 from hf_linear_attention._common.logs import progress
@@ -78,7 +78,6 @@ CALIBRATION_TOKENS = 4096
 # numbers), untrained, 2,048 tokens of its text leave a gap of .010 nats, 8,192 .004, 24,576 .001, and 98,304 no less.
 # Of the built-in text, which is not the model's own, few have to do.
 TOKENS_PER_WEIGHT, SCORE_TOKENS = 64, 24_576
-SHORTEST = 64  # tokens of a row that was divided for lack of memory
 
 T = TypeVar("T")
 
@@ -320,16 +319,16 @@ def within_memory(fit: Callable[[list[Batch]], T], batches: list[Batch]) -> T:
     """`fit(batches)`; if torch has no memory for a row, with rows of half the length, as often as it takes.
 
     Raises:
-        ConversionError: if there is no memory for a row of `SHORTEST` tokens either.
+        ConversionError: if there is no memory for a row of `SHORTEST_ROW` tokens either.
     """
     while True:
         try:
             return fit(batches)
         except (RuntimeError, MemoryError) as error:
-            if "memory" not in f"{error}{type(error).__name__}".lower() or "input_ids" not in batches[0]:
+            if not is_out_of_memory(error) or "input_ids" not in batches[0]:
                 raise
             length = max(batch["input_ids"].shape[1] for batch in batches)
-            if length < 2 * SHORTEST:
+            if length < 2 * SHORTEST_ROW:
                 raise ConversionError(f"there is no memory for a row of {length} tokens: {one_line(error)}") from error
         logger.warning("there is no memory for a row of %s tokens; rows are half as long now", f"{length:,}")
         split = ({name: x.chunk(2, dim=1) for name, x in batch.items()} for batch in batches)

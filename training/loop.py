@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_scheduler
 
-from hf_linear_attention._common.errors import TerminatedError, TrainingError
+from hf_linear_attention._common.errors import TerminatedError, TrainingError, is_out_of_memory, one_line
 from hf_linear_attention.training.checkpoints import Checkpointer, TrainedParameters, TrainingState
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, TrainInputs, count_units, loader
+from hf_linear_attention.training.data.packing import Blocks
 from hf_linear_attention.training.data.processors import Processor
 from hf_linear_attention.training.evaluation.embeddings import EmbeddingEvaluator
 from hf_linear_attention.training.evaluation.evaluator import Evaluator, Selection
@@ -41,6 +42,15 @@ from hf_linear_attention.training.tracking import MetricsFile
 
 
 logger = logging.getLogger(__name__)
+
+
+class OutOfMemoryError(TrainingError):
+    """There is no memory for the first step: for `rows` rows, of `length` tokens if they are parts of a long text."""
+
+    def __init__(self, message: str, rows: int, length: int | None) -> None:
+        super().__init__(message)
+        self.rows, self.length = rows, length
+
 
 Objectives = dict[str, tuple[float, Objective]]
 """Objectives with their weights, by name."""
@@ -164,14 +174,28 @@ class TrainingLoop:
         figures = self.context.evaluate(0, 0) if self.state.step == 0 else {}
         self.context.student.train()
         self._restart_clock()
+        first = self.state.step
         quiet = not self.accelerator.is_main_process
         progress = tqdm(total=self.total_steps, initial=self.state.step, disable=quiet, desc="training")
         with progress, sigterm_sets(self.termination), without_denormal_numbers():
             for window in self._windows():
-                self._step([self._to_device(batch) for batch in window])
+                with nullcontext() if self.state.step > first else self._first_step():
+                    self._step([self._to_device(batch) for batch in window])
                 progress.update()
                 figures = self._after_step(progress) or figures
         return figures
+
+    @contextmanager
+    def _first_step(self) -> Iterator[None]:
+        """A context in which a lack of memory raises `OutOfMemoryError`."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            examples, plan = self.inputs.source.examples, self.inputs.recipe.optimization
+            length = examples.block_size if isinstance(examples, Blocks) else None
+            raise OutOfMemoryError(one_line(error), plan.per_device_train_batch_size, length) from error
 
     def _windows(self) -> Iterator[list[Batch]]:
         """The batches of this process, in lists for one optimizer step each."""

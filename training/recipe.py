@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -323,7 +323,8 @@ REMOVED: dict[str, str] = {
 class Recipe:
     """The options of one run, by group.
 
-    `given` names the options that the user set, in the YAML file or on the command line.
+    `given` names the options that the user set, in the YAML file or on the command line; `asked` has what was asked for
+    where a run does with less memory.
     """
 
     model: ModelArguments
@@ -332,6 +333,7 @@ class Recipe:
     optimization: OptimizationArguments
     run: RunArguments
     given: frozenset[str] = frozenset()
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_training(self) -> bool:
@@ -376,8 +378,23 @@ class Recipe:
         groups = (self.model, self.data, self.objective, self.optimization, self.run)
         return {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
 
+    def changed(self, **options: Any) -> Recipe:
+        """The same with other values of data and optimization options, of which it keeps those that were asked for."""
+        data, plan = (
+            {name: value for name, value in options.items() if hasattr(group, name)}
+            for group in (self.data, self.optimization)
+        )
+        values = self.flat()
+        return dataclasses.replace(
+            self,
+            data=dataclasses.replace(self.data, **data),
+            optimization=dataclasses.replace(self.optimization, **plan),
+            given=self.given | set(options),
+            asked={name: values[name] for name in options} | dict(self.asked),
+        )
+
     def facts(self) -> dict[str, Any]:
         """All options for a checkpoint, with absolute paths, so that a run can resume in another working directory."""
-        values = self.flat()
+        values = self.flat() | ({"asked": dict(self.asked)} if self.asked else {})
         paths = {name: values[name] for name, fact in FACTS.items() if fact.is_path and values[name]}
         return values | {name: str(Path(path).resolve()) for name, path in paths.items() if Path(path).exists()}

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -15,10 +15,13 @@ from accelerate.utils import broadcast_object_list, set_seed
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.command_line import is_first_process
+from hf_linear_attention._common.devices import SHORTEST_ROW
 from hf_linear_attention._common.errors import SetupError, TrainingError
 from hf_linear_attention._common.model_card import HISTORY, training_history
+from hf_linear_attention._common.reading import read_json
 from hf_linear_attention.configuration_linear_attention import max_length_of
 from hf_linear_attention.training.checkpoints import (
+    STATE_FILE,
     TrainedParameters,
     TrainingState,
     clear_output,
@@ -34,7 +37,7 @@ from hf_linear_attention.training.data.processors import bos_of, load_processor,
 from hf_linear_attention.training.data.splits import load_data
 from hf_linear_attention.training.distributed import load_whole, start_processes
 from hf_linear_attention.training.evaluation.recall import RecallProbe
-from hf_linear_attention.training.loop import RunContext, TrainingLoop, hidden_layers_of
+from hf_linear_attention.training.loop import OutOfMemoryError, RunContext, TrainingLoop, hidden_layers_of
 from hf_linear_attention.training.losses.objectives import Objective, build_objectives
 from hf_linear_attention.training.losses.teacher import Teacher
 from hf_linear_attention.training.models import (
@@ -63,13 +66,53 @@ def run(recipe: Recipe, known: dict[str, float] | None = None) -> dict[str, floa
         known: the figures of the model before the training, if they were measured with the same options.
     """
     accelerator = start_processes(recipe)
-    set_seed(recipe.run.seed)
     try:
-        return _run(recipe, accelerator, _prepare_folder(recipe, accelerator), known or {})
+        checkpoint = _prepare_folder(recipe, accelerator)
+        recipe = _as_before(recipe, checkpoint)
+        while True:
+            set_seed(recipe.run.seed)
+            try:
+                return _run(recipe, accelerator, checkpoint, known or {})
+            except OutOfMemoryError as error:
+                recipe = _with_less_memory(recipe, accelerator, error)
+            for tracker in accelerator.trackers:
+                tracker.finish()
+            if checkpoint is None:
+                clear_output(recipe.output_dir, everything=True)
+            accelerator.free_memory()
     except BaseException:
         with suppress(OSError):  # it holds something, or another process was faster
             recipe.output_dir.rmdir()
         raise
+
+
+def _with_less_memory(recipe: Recipe, accelerator: Accelerator, error: OutOfMemoryError) -> Recipe:
+    """The recipe of the same steps with fewer rows at a time, or where it is one row, with rows half as long.
+
+    Raises:
+        OutOfMemoryError: `error`, on several processes, of which the others wait, for a row that is no part of a long
+            text, and for one that is short already.
+    """
+    rows, length, turns = error.rows, error.length, recipe.optimization.gradient_accumulation_steps
+    if accelerator.num_processes > 1 or (rows == 1 and (length is None or length < 2 * SHORTEST_ROW)):
+        raise error
+    if rows > 1:
+        parts = next(number for number in range(2, rows + 1) if rows % number == 0)
+        logger.warning(
+            "there is no memory for %d rows; now it is %d, and %d times as many turns", rows, rows // parts, parts
+        )
+        return recipe.changed(per_device_train_batch_size=rows // parts, gradient_accumulation_steps=turns * parts)
+    logger.warning("there is no memory for a row of %s tokens; rows are half as long now", f"{length:,}")
+    return recipe.changed(max_length=cast(int, length) // 2)
+
+
+def _as_before(recipe: Recipe, checkpoint: Path | None) -> Recipe:
+    """The recipe with the rows that the run had at this checkpoint, if there was no memory for those asked for."""
+    then = {} if checkpoint is None else read_json(checkpoint / STATE_FILE)["recipe"]
+    asked, values = then.get("asked", {}), recipe.flat()
+    if not asked or any(values[name] != value for name, value in asked.items()):
+        return recipe
+    return recipe.changed(**{name: then[name] for name in asked})
 
 
 def _run(

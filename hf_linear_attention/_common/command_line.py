@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from hf_linear_attention._common.errors import RunError, TerminatedError, UsageError, one_line
+from hf_linear_attention._common.errors import RunError, TerminatedError, UsageError, is_out_of_memory, one_line
 from hf_linear_attention._common.options import NOTHING, kinds_of, typed_options, unknown_option, unusable_texts
 from hf_linear_attention._common.reading import require_permission
 from hf_linear_attention._common.safe_yaml import load_yaml
@@ -237,7 +237,7 @@ def _report(name: str, error: Exception, speaks: bool) -> int:
         )
     # Others are what only this process may have met.
     is_expected = isinstance(error, (UsageError, RunError, OSError))
-    if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", str(error)):
+    if is_out_of_memory(error):
         error = RunError(
             f"not enough memory ({one_line(error)[:200]}); choose smaller batches, shorter rows "
             "(`finetune --max_length`) or a smaller model"

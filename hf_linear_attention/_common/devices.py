@@ -15,6 +15,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+SHORTEST_ROW = 64  # tokens of a row that is divided for lack of memory
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 

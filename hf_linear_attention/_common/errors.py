@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class UsageError(ValueError):
     """The command cannot do what its arguments ask for: exit code 2.
@@ -55,6 +57,12 @@ class TerminatedError(SystemExit):
     def __str__(self) -> str:
         """The message, which `SystemExit` would have as its code."""
         return str(self.args[0])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this error of Python, torch or our kernels says that there is no memory for a tensor."""
+    texts = "(can't allocate|out of|not enough) memory"
+    return isinstance(error, MemoryError) or re.search(texts, str(error), re.IGNORECASE) is not None
 
 
 def one_line(error: object) -> str:

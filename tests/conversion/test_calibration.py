@@ -182,7 +182,7 @@ def test_rows_without_memory_are_halved(llama, tmp_path, monkeypatch):
         return tokens
 
     monkeypatch.setattr(pipeline, "calibrate", calibrate_in_little)
-    monkeypatch.setattr(pipeline, "SHORTEST", 16)
+    monkeypatch.setattr(pipeline, "SHORTEST_ROW", 16)
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("keys that later tokens look for are kept\n" * 200)
     words = ("--model_name_or_path", llama, "--output_dir", out, "--no_verify", "--calibration_file", text)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from recipes import recipe_of
-from runs import losses
+from runs import changed, losses
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -27,6 +27,7 @@ from transformers import (
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.folders import write_checksums
+from hf_linear_attention.training.losses.objectives import StudentWithObjectives
 from hf_linear_attention.training.models import disable_dropout, parameter_groups
 
 
@@ -96,6 +97,40 @@ def test_weights_have_the_dtype_of_their_model_and_are_float32_until_then(
     assert {value.dtype for value in weights(out / "checkpoint-6").values()} == {torch.float32}
     trained = AutoModelForCausalLM.from_pretrained(out / "checkpoint-6").to(getattr(torch, asked)).state_dict()
     assert all(torch.equal(value, trained[name]) for name, value in weights(out).items())
+
+
+def test_where_there_is_no_memory_rows_take_turns_and_then_get_shorter(
+    finetune, causal, tmp_path, monkeypatch, caplog, capsys
+):
+    """The run is the one that asks for what was left, also when it resumes."""
+    forward = StudentWithObjectives.forward
+
+    def in_little(self, batch, *args):
+        if batch["input_ids"].numel() > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(self, batch, *args)
+
+    monkeypatch.setattr(StudentWithObjectives, "forward", in_little)
+    monkeypatch.setattr("hf_linear_attention.training.run.SHORTEST_ROW", 8)
+    steps = ["--max_train_steps", 4, "--checkpointing_steps", 2, "--logging_steps", 1, "--per_device_train_batch_size"]
+    folders = [tmp_path / name for name in ("asked", "left", "resumed", "never")]
+    most = 16
+    events = finetune(*causal, *steps, 4, output_dir=folders[0])
+    turns = "there is no memory for 4 rows; now it is 2, and 2 times as many turns"
+    assert [turns in caplog.text, "a row of 32 tokens; rows are half as long now" in caplog.text] == [True, True]
+    assert [event["step"] for event in events] == [0, 1, 2, 3, 4, 4]
+    left = [*steps, 1, "--gradient_accumulation_steps", 4, "--max_length", 16]
+    assert losses(finetune(*causal, *left, output_dir=folders[1])) == losses(events)
+    shutil.copytree(folders[0] / "checkpoint-2", folders[2] / "checkpoint-2")
+    caplog.clear()
+    finetune(*causal, *steps, 4, "--resume_from_checkpoint", "latest", output_dir=folders[2])
+    assert "there is no memory" not in caplog.text
+    assert not changed(folders[0], folders[1])
+    assert not changed(folders[0], folders[2])
+    assert "| max_length | 16 |" in (folders[0] / "README.md").read_text(encoding="utf-8")
+    most = 4
+    finetune(*causal, *steps, 4, output_dir=folders[3], expect=1)
+    assert "not enough memory (CUDA out of memory" in capsys.readouterr().err
 
 
 def test_overwriting_forgets_the_earlier_run(finetune, causal, tmp_path):
