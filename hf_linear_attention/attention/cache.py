@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -134,7 +135,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
         """Copy tensors that were made under `torch.inference_mode`, if it has ended: autograd refuses to save them, and
         torch to write over them."""
         held = (*(self.state or ()), *(self.pending or ()), *(x for tokens in self.recorded for x in tokens))
-        if torch.is_inference_mode_enabled() or not any(x is not None and x.is_inference() for x in held):
+        if torch.is_inference_mode_enabled() or not any(map(torch.is_inference, filter(torch.is_tensor, held))):
             return
         if self.static:
             self.cumulative_length = self.cumulative_length.clone()
@@ -179,7 +180,7 @@ class LinearAttentionStateLayer(LinearAttentionLayer, CacheLayerMixin):
             self.recorded.append(tokens)
         # Where gradients are enabled, a graph may need it as it is. Compiled steps must not depend on who owns a state.
         may_own = key.shape[2] == 1 and not is_tracing() and not torch.is_grad_enabled()
-        owned = may_own and self.owns_state and all(new is old for new, old in zip(state, self.state or ()))
+        owned = may_own and self.owns_state and all(map(operator.is_, state, self.state or ()))
         self.store(state, key.shape[2])
         if may_own:
             self.owns_state = owned or all(x is not None and has_own_memory(x) for x in state)

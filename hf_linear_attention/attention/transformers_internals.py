@@ -87,7 +87,10 @@ FEATURE_ARGUMENTS = {
 
 def cache_among(values: Iterable[Any]) -> Cache | None:
     """The cache among the arguments or the outputs of a stock forward, whatever it is called there."""
-    return next((value for value in values if isinstance(value, Cache)), None)
+    for value in values:
+        if isinstance(value, Cache):
+            return value
+    return None
 
 
 def cache_name(forward: Callable[..., Any]) -> str | None:

@@ -182,7 +182,7 @@ class LearnedFeatureMap(FeatureMap):
     def affine_parameters(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         """Weight, bias and norm of the keys' `Affine` and the weight of the queries', for inputs scaled by
         sqrt(scaling)."""
-        bias, norm = (getattr(self, name, None) for name in ("key_bias", "key_norm_weight"))
+        bias, norm = getattr(self, "key_bias", None), getattr(self, "key_norm_weight", None)
         return cast(Tensor, self.key_projection), bias, norm, cast(Tensor, self.query_projection)
 
     def kernel_map(self, scaling: float) -> KernelMap | None:

@@ -25,6 +25,7 @@ from hf_linear_attention.training.losses.objectives import (
     AttentionTransfer,
     StudentWithObjectives,
     build_objectives,
+    relative_head_error,
 )
 from hf_linear_attention.training.losses.outputs import StudentOutputs
 from hf_linear_attention.training.losses.teacher import Teacher
@@ -165,6 +166,23 @@ def test_every_layer_is_differentiated_before_the_next_one(llama_teacher, monkey
     for parameter, gradient in zip(trained, expected, strict=True):
         assert gradient.norm() > 0
         torch.testing.assert_close(parameter.grad, 2 * gradient)
+
+
+def test_queries_for_which_all_keys_are_exact_have_no_error_and_no_gradient(llama_teacher):
+    """So attention transfer learns from the others alone, whatever it counts."""
+    sizes = {"window_size": 2, "num_sinks": 1, "num_exact_keys": 3}
+    student = convert(LlamaForCausalLM.from_pretrained(llama_teacher).double().eval(), mechanism="hybrid", **sizes)
+    learned = [p for n, p in student.named_parameters() if "linear_attention" in n and "score_" not in n]
+    ids = torch.randint(5, 300, (1, 9), generator=torch.Generator().manual_seed(0))
+    seen: list[ObservedAttention] = []
+    with observe_attention(student, seen.append):
+        student(input_ids=ids)
+    weights = torch.arange(9) < sum(sizes.values())
+    for mask, is_exact in ((weights, True), (~weights, False)):
+        error = sum(relative_head_error(one, mask[None]).sum() for one in seen)
+        gradients = torch.autograd.grad(error, learned, retain_graph=True)
+        assert (error.item() < 1e-25) == is_exact  # in float64
+        assert all((gradient.norm() < 1e-14) == is_exact for gradient in gradients)
 
 
 def test_attention_transfer_compares_the_heads_on_the_softmax_model(llama_teacher):
