@@ -74,7 +74,7 @@ def run(recipe: Recipe, known: dict[str, float] | None = None) -> dict[str, floa
             try:
                 return _run(recipe, accelerator, checkpoint, known or {})
             except OutOfMemoryError as error:
-                recipe = _with_less_memory(recipe, accelerator, error)
+                recipe, known = _with_less_memory(recipe, accelerator, error), None  # figures depend on the length
             for tracker in accelerator.trackers:
                 tracker.finish()
             if checkpoint is None:
