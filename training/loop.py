@@ -26,11 +26,12 @@ from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_scheduler
 
+from hf_linear_attention._common.devices import SHORTEST_ROW
 from hf_linear_attention._common.errors import TerminatedError, TrainingError, is_out_of_memory, one_line
 from hf_linear_attention.training.checkpoints import Checkpointer, TrainedParameters, TrainingState
 from hf_linear_attention.training.data.batches import Batch, EvaluationBatches, Stream, TrainInputs, count_units, loader
 from hf_linear_attention.training.data.packing import Blocks
-from hf_linear_attention.training.data.processors import Processor
+from hf_linear_attention.training.data.processors import Processor, mean_exact_tokens
 from hf_linear_attention.training.evaluation.embeddings import EmbeddingEvaluator
 from hf_linear_attention.training.evaluation.evaluator import Evaluator, Selection
 from hf_linear_attention.training.evaluation.recall import RecallProbe
@@ -45,11 +46,11 @@ logger = logging.getLogger(__name__)
 
 
 class OutOfMemoryError(TrainingError):
-    """There is no memory for the first step: for `rows` rows, of `length` tokens if they are parts of a long text."""
+    """There is no memory for the first step, by `cause`: for `rows` rows, which may have `shorter` tokens, or None."""
 
-    def __init__(self, message: str, rows: int, length: int | None) -> None:
-        super().__init__(message)
-        self.rows, self.length = rows, length
+    def __init__(self, cause: Exception, rows: int, shorter: int | None) -> None:
+        super().__init__(one_line(cause))
+        self.cause, self.rows, self.shorter = cause, rows, shorter
 
 
 Objectives = dict[str, tuple[float, Objective]]
@@ -70,6 +71,11 @@ class RunContext:
     metrics: MetricsFile
     recall: RecallProbe | None = None
     known: dict[str, float] = field(default_factory=dict)  # figures of the student before training, if already measured
+    eval_rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin evaluations with as many rows as the recipe says."""
+        self.eval_rows = self.recipe.optimization.per_device_eval_batch_size
 
     def evaluate(self, step: int, tokens: int) -> dict[str, float]:
         """Evaluate the student, and write the figures to metrics.jsonl and the trackers."""
@@ -85,14 +91,19 @@ class RunContext:
         return figures | (self.recall(self.student, self.accelerator.autocast) if self.recall is not None else {})
 
     def _validated(self, validation: Stream) -> dict[str, float]:
-        accelerator = self.accelerator
-        plan = EvaluationBatches(
-            len(validation),
-            self.recipe.optimization.per_device_eval_batch_size,
-            accelerator.process_index,
-            accelerator.num_processes,
-        )
-        return self._evaluator()(self.student, loader(validation, plan, self.pad_token_id))
+        accelerator, mode = self.accelerator, self.student.training
+        place = accelerator.process_index, accelerator.num_processes
+        while True:
+            plan = EvaluationBatches(len(validation), self.eval_rows, *place)
+            try:
+                return self._evaluator()(self.student, loader(validation, plan, self.pad_token_id))
+            except (RuntimeError, MemoryError) as error:
+                if self.eval_rows == 1 or accelerator.num_processes > 1 or not is_out_of_memory(error):
+                    raise
+            self.student.train(mode)
+            text = "there is no memory to evaluate %d rows at once; now it is %d"
+            logger.warning(text, self.eval_rows, self.eval_rows // 2)
+            self.eval_rows //= 2
 
     def _evaluator(self) -> Evaluator | EmbeddingEvaluator:
         recipe = self.recipe
@@ -194,8 +205,11 @@ class TrainingLoop:
             if not is_out_of_memory(error):
                 raise
             examples, plan = self.inputs.source.examples, self.inputs.recipe.optimization
-            length = examples.block_size if isinstance(examples, Blocks) else None
-            raise OutOfMemoryError(one_line(error), plan.per_device_train_batch_size, length) from error
+            shorter = examples.block_size // 2 if isinstance(examples, Blocks) else 0
+            # Below what stays exact nothing is learnt of far keys.
+            enough = shorter > mean_exact_tokens(self.context.student.config) and shorter >= SHORTEST_ROW
+            rows = plan.per_device_train_batch_size
+            raise OutOfMemoryError(error, rows, shorter if enough else None) from error
 
     def _windows(self) -> Iterator[list[Batch]]:
         """The batches of this process, in lists for one optimizer step each."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,7 +15,6 @@ from accelerate.utils import broadcast_object_list, set_seed
 from transformers import PreTrainedModel
 
 from hf_linear_attention._common.command_line import is_first_process
-from hf_linear_attention._common.devices import SHORTEST_ROW
 from hf_linear_attention._common.errors import SetupError, TrainingError
 from hf_linear_attention._common.model_card import HISTORY, training_history
 from hf_linear_attention._common.reading import read_json
@@ -52,7 +51,7 @@ from hf_linear_attention.training.models import (
 from hf_linear_attention.training.presets import Preset, fit_to, model_without_weights, stage_runs
 from hf_linear_attention.training.recipe import Recipe
 from hf_linear_attention.training.recipe_parser import make_recipe
-from hf_linear_attention.training.tracking import MetricsFile, start_trackers
+from hf_linear_attention.training.tracking import METRICS, MetricsFile, start_trackers
 
 
 logger = logging.getLogger(__name__)
@@ -74,11 +73,13 @@ def run(recipe: Recipe, known: dict[str, float] | None = None) -> dict[str, floa
             try:
                 return _run(recipe, accelerator, checkpoint, known or {})
             except OutOfMemoryError as error:
-                recipe, known = _with_less_memory(recipe, accelerator, error), None  # figures depend on the length
+                if accelerator.num_processes > 1:  # the others wait
+                    raise error.cause from None
+                recipe, known = _with_less_memory(recipe, error, checkpoint is not None), None
             for tracker in accelerator.trackers:
                 tracker.finish()
             if checkpoint is None:
-                clear_output(recipe.output_dir, everything=True)
+                (recipe.output_dir / METRICS).unlink(missing_ok=True)
             accelerator.free_memory()
     except BaseException:
         with suppress(OSError):  # it holds something, or another process was faster
@@ -86,24 +87,24 @@ def run(recipe: Recipe, known: dict[str, float] | None = None) -> dict[str, floa
         raise
 
 
-def _with_less_memory(recipe: Recipe, accelerator: Accelerator, error: OutOfMemoryError) -> Recipe:
-    """The recipe of the same steps with fewer rows at a time, or where it is one row, with rows half as long.
+def _with_less_memory(recipe: Recipe, error: OutOfMemoryError, is_resumed: bool) -> Recipe:
+    """The recipe with fewer rows at a time, or where it is one row, with rows half as long; a step keeps its tokens.
 
     Raises:
-        OutOfMemoryError: `error`, on several processes, of which the others wait, for a row that is no part of a long
-            text, and for one that is short already.
+        Exception: what the error comes from, where rows cannot be shorter: another length is another run than the one
+            that is resumed.
     """
-    rows, length, turns = error.rows, error.length, recipe.optimization.gradient_accumulation_steps
-    if accelerator.num_processes > 1 or (rows == 1 and (length is None or length < 2 * SHORTEST_ROW)):
-        raise error
+    rows, turns = error.rows, recipe.optimization.gradient_accumulation_steps
     if rows > 1:
         parts = next(number for number in range(2, rows + 1) if rows % number == 0)
-        logger.warning(
-            "there is no memory for %d rows; now it is %d, and %d times as many turns", rows, rows // parts, parts
-        )
+        text = "there is no memory for %d rows; now it is %d, and %d times as many turns"
+        logger.warning(text, rows, rows // parts, parts)
         return recipe.changed(per_device_train_batch_size=rows // parts, gradient_accumulation_steps=turns * parts)
-    logger.warning("there is no memory for a row of %s tokens; rows are half as long now", f"{length:,}")
-    return recipe.changed(max_length=cast(int, length) // 2)
+    if error.shorter is None or is_resumed:
+        raise error.cause from None
+    text = "there is no memory for a row; now it has %s tokens, and a step twice as many rows"
+    logger.warning(text, f"{error.shorter:,}")
+    return recipe.changed(max_length=error.shorter, gradient_accumulation_steps=2 * turns)
 
 
 def _as_before(recipe: Recipe, checkpoint: Path | None) -> Recipe:
@@ -301,7 +302,8 @@ def run_stages(preset: Preset, given: Mapping[str, Any], run: Run) -> dict[str, 
         logger.info("%s, %s, of preset %s", place, stage.name, preset.name)
         recipe = make_recipe(options)
         figures = run(recipe, figures if before and _evaluates_alike(before, recipe) else {})
-        before = recipe
+        ran = [done["training"].get("max_length") for done in training_history(str(folder))[-1:]]
+        before = recipe if recipe.data.max_length in ran else None  # else rows were too long
         AcceleratorState._reset_state(reset_partial_state=True)  # the processes of the next stage connect anew
     return figures or training_history(given["output_dir"])[-1]["metrics"]
 

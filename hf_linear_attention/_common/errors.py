@@ -61,7 +61,7 @@ class TerminatedError(SystemExit):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this error of Python, torch or our kernels says that there is no memory for a tensor."""
-    texts = "(can't allocate|out of|not enough) memory"
+    texts = "(allocate|out of|not enough) memory|alloc_failed|bad_alloc"
     return isinstance(error, MemoryError) or re.search(texts, str(error), re.IGNORECASE) is not None
 
 

@@ -27,6 +27,7 @@ from transformers import (
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.folders import write_checksums
+from hf_linear_attention.training.evaluation.evaluator import Evaluator
 from hf_linear_attention.training.losses.objectives import StudentWithObjectives
 from hf_linear_attention.training.models import disable_dropout, parameter_groups
 
@@ -111,15 +112,16 @@ def test_where_there_is_no_memory_rows_take_turns_and_then_get_shorter(
         return forward(self, batch, *args)
 
     monkeypatch.setattr(StudentWithObjectives, "forward", in_little)
-    monkeypatch.setattr("hf_linear_attention.training.run.SHORTEST_ROW", 8)
+    monkeypatch.setattr("hf_linear_attention.training.loop.SHORTEST_ROW", 8)
     steps = ["--max_train_steps", 4, "--checkpointing_steps", 2, "--logging_steps", 1, "--per_device_train_batch_size"]
-    folders = [tmp_path / name for name in ("asked", "left", "resumed", "never")]
+    folders = [tmp_path / name for name in ("asked", "left", "resumed", "never", "later")]
     most = 16
     events = finetune(*causal, *steps, 4, output_dir=folders[0])
     turns = "there is no memory for 4 rows; now it is 2, and 2 times as many turns"
-    assert [turns in caplog.text, "a row of 32 tokens; rows are half as long now" in caplog.text] == [True, True]
+    shorter = "there is no memory for a row; now it has 16 tokens, and a step twice as many rows"
+    assert [turns in caplog.text, shorter in caplog.text] == [True, True]
     assert [event["step"] for event in events] == [0, 1, 2, 3, 4, 4]
-    left = [*steps, 1, "--gradient_accumulation_steps", 4, "--max_length", 16]
+    left = [*steps, 1, "--gradient_accumulation_steps", 8, "--max_length", 16]
     assert losses(finetune(*causal, *left, output_dir=folders[1])) == losses(events)
     shutil.copytree(folders[0] / "checkpoint-2", folders[2] / "checkpoint-2")
     caplog.clear()
@@ -131,6 +133,36 @@ def test_where_there_is_no_memory_rows_take_turns_and_then_get_shorter(
     most = 4
     finetune(*causal, *steps, 4, output_dir=folders[3], expect=1)
     assert "not enough memory (CUDA out of memory" in capsys.readouterr().err
+    resume, most = ["--checkpointing_steps", 2, "--resume_from_checkpoint", "latest"], 256
+    finetune(*causal, "--max_train_steps", 2, *resume[:2], output_dir=folders[4])
+    caplog.clear()
+    most = 32
+    finetune(*causal, "--max_train_steps", 4, *resume, output_dir=folders[4])
+    assert "there is no memory for 8 rows" in caplog.text
+    most = 16  # another length is another run
+    finetune(*causal, "--max_train_steps", 6, *resume, output_dir=folders[4], expect=1)
+    assert "not enough memory (CUDA out of memory" in capsys.readouterr().err
+
+
+def test_where_there_is_no_memory_fewer_rows_are_evaluated_at_once(finetune, causal, monkeypatch, caplog):
+    evaluate, sizes = Evaluator.__call__, []
+
+    def in_little(self, model, batches):
+        batches = list(batches)
+        sizes.append(max(len(batch["input_ids"]) for batch in batches))
+        if sizes[-1] > 2:
+            model.eval()
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        return evaluate(self, model, batches)
+
+    whole = finetune(*causal, "--max_train_steps", 2)
+    monkeypatch.setattr(Evaluator, "__call__", in_little)
+    parted = finetune(*causal, "--max_train_steps", 2, "--overwrite_output_dir")
+    assert sizes == [8, 4, 2, 2]
+    assert "there is no memory to evaluate 8 rows at once; now it is 4" in caplog.text
+    for one, other in zip(whole, parted, strict=True):
+        for name in one.keys() - {"tokens_per_second"}:
+            assert other[name] == pytest.approx(one[name], rel=1e-5)  # float32 in batches of other sizes
 
 
 def test_overwriting_forgets_the_earlier_run(finetune, causal, tmp_path):

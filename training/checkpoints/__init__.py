@@ -109,9 +109,9 @@ STATE_FILE = "trainer_state.json"
 OTHER_CHECKPOINT = "resume from another checkpoint, or remove this one to start the run again"
 MODEL_FOLDER = "model"  # the name of the folder in which the finished model is written
 # Options say themselves what a change means on resumption (`recipe.py`). Any other fact in a checkpoint must not
-# change, except the number of processes.
+# change, except the number of processes, and what was asked for where there was no memory.
 NO_OPTION = Facts()
-WORLD_SIZE = Facts(on_resume=OnResume.WARNED)
+OTHERS = {"world_size": Facts(on_resume=OnResume.WARNED), "asked": Facts(on_resume=OnResume.FREE)}
 
 
 @dataclass
@@ -309,7 +309,7 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> dict[OnResume,
     Those that are REFUSED make it another run, those that are WARNED of change how it continues, and the INCOMPARABLE
     ones change its evaluations.
     """
-    known = {**FACTS, "world_size": WORLD_SIZE}
+    known = {**FACTS, **OTHERS}
     changed = {name: f"{name}: {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]}
     meanings = {name: known.get(name, NO_OPTION).meaning_on_resume(new) for name in changed}
     return {

@@ -184,5 +184,8 @@ def finished(examples: Examples, part: Part) -> Examples:
         examples = shorten(examples, recipe.data.max_eval_tokens)
     if len(examples) == 0:
         raise DataError(f"the {split} data holds no {recipe.task.inputs}; check the file or folder and its columns")
+    if isinstance(examples, Blocks) and len(examples.stream) < examples.block_size:
+        text = "the %s data has %d tokens, fewer than the %d of a row, so nothing is learnt of longer inputs"
+        logger.warning(text, split, len(examples.stream), examples.block_size)
     logger.info("%s: %d examples, %d %s", split, len(examples), examples.lengths.sum(), recipe.unit)
     return examples
