@@ -66,6 +66,16 @@ def test_wide_rows_after_a_state_fit_into_the_least_shared_memory(case):
 
 
 @pytest.mark.parametrize(
+    ("what", "columns"),
+    [("step", 80), ("step", 128), ("step", 256), ("prompt", 96), ("prompt", 128), ("backward_of_128", 40)],
+)
+def test_heads_of_other_sizes_fit_into_the_least_shared_memory(what, columns):
+    needs = needs_of(what, f"bfloat16 {columns} 4 2048 32", "triton_compiled.ARCHITECTURES = (89,)")
+    assert needs
+    assert all(x["sm_89"]["shared"] <= SHARED for x in needs.values())
+
+
+@pytest.mark.parametrize(
     "what",
     [
         *("prefill", "prompt", "plain_prompt", "packed_prompt", "backward", "plain_backward", "packed_backward"),

@@ -19,6 +19,7 @@ from hf_linear_attention._common.errors import UsageError
 from hf_linear_attention.training import presets
 from hf_linear_attention.training import run as run_module
 from hf_linear_attention.training.loop import RunContext
+from hf_linear_attention.training.losses.objectives import StudentWithObjectives
 from hf_linear_attention.training.models import add_adapters, share_frozen_weights
 from hf_linear_attention.training.presets import load_preset, preset_names, stage_options
 from hf_linear_attention.training.recipe import ModelArguments
@@ -125,6 +126,27 @@ def test_a_killed_run_goes_on_with_the_stage_it_was_in(finetune, models, data, f
     assert "eval_nats_per_token" in lines[0][0]
     assert lines[0][0] == lines[1][0]
     assert not changed(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_stage_with_shorter_rows_does_not_evaluate_for_the_next_one(finetune, models, data, files, monkeypatch):
+    """Its last figures are those of its rows; the next stage measures the same weights in its own again."""
+    evaluated, forward, measure = [], StudentWithObjectives.forward, RunContext._measured
+
+    def in_little(self, batch, *args):
+        if self.observes_attention and batch["input_ids"].numel() > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(self, batch, *args)
+
+    def measured(self, *args):
+        evaluated.append((self.recipe.output_dir.name, self.recipe.data.max_length))
+        return measure(self, *args)
+
+    monkeypatch.setattr(StudentWithObjectives, "forward", in_little)
+    monkeypatch.setattr(RunContext, "_measured", measured)
+    monkeypatch.setattr("hf_linear_attention.training.loop.SHORTEST_ROW", 8)
+    data = [*data, "--validation_file", str(files / "valid.txt"), "--max_eval_tokens", "200"]
+    finetune("--preset", "default", *models, *data)
+    assert evaluated[-4:] == [("1-transfer", 16), ("1-transfer", 16), ("out", 32), ("out", 32)]
 
 
 def test_an_older_run_is_not_taken_for_this_one(tmp_path, data, models):
