@@ -16,8 +16,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hf_linear_attention import convert
 from hf_linear_attention._common import logs
+from hf_linear_attention._common.model_card import HISTORY
+from hf_linear_attention.conversion import quality
 from hf_linear_attention.conversion.calibration_data import data_recipe
 from hf_linear_attention.conversion.figures import figures_of
+from hf_linear_attention.conversion.preset_plan import CONTROL, CONVERTED, TRAINED, Training
 from hf_linear_attention.conversion.quality import (
     Controls,
     HeldOutText,
@@ -33,6 +36,7 @@ from hf_linear_attention.training import run as training_run
 from hf_linear_attention.training.data.packing import StreamWindows
 from hf_linear_attention.training.evaluation.recall import RecallProbe
 from hf_linear_attention.training.evaluation.retention import nats_of
+from hf_linear_attention.training.presets import load_preset
 
 
 HYBRID = {"mechanism": "hybrid", "window_size": 4, "num_sinks": 2, "num_features": 8}
@@ -105,6 +109,19 @@ def test_the_figures_of_the_control_are_those_of_the_converted_teacher(teacher) 
     probe = RecallProbe(text.examples, 64, 64, 1)
     for name, model in (("recall_teacher", teacher), ("recall", student)):
         assert figures[name] == pytest.approx(probe(model, nullcontext)["eval_recall"])
+
+
+@pytest.mark.parametrize(("ran", "expected"), [([{}, {}], None), ([{"max_length": 16}, {}], 16)])
+def test_the_window_is_healed_on_rows_of_the_students_length(ran, expected, tmp_path, monkeypatch):
+    """Which are shorter than asked for where there was no memory for them."""
+    training = Training(load_preset("default"), {"task": "causal_lm"}, tmp_path / "out")
+    (training.work / TRAINED).mkdir(parents=True)
+    (training.work / TRAINED / HISTORY).write_text(json.dumps({"runs": [{"training": options} for options in ran]}))
+    (training.work / CONTROL / CONVERTED).mkdir(parents=True)
+    found = []
+    monkeypatch.setattr(quality, "run_stages", lambda preset, given, run: found.append(given.get("max_length")))
+    quality.heal_control(None, training, None, None)
+    assert found == [expected]
 
 
 def test_the_healed_column_is_that_of_the_model_given(teacher) -> None:
