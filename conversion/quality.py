@@ -374,9 +374,9 @@ def heal_control(source: Source, training: Training, data: Options, run: Run) ->
         return
     logger.info("the control: %s", work)
     given = {**training.given, "model_name_or_path": str(work / CONVERTED), "output_dir": str(work / TRAINED)}
-    # The student's, where there was no memory for longer ones.
-    lengths = [run["training"].get("max_length") for run in training_history(str(training.work / TRAINED))]
-    given |= {"max_length": min(filter(None, lengths))} if any(lengths) else {}
+    stages = [stage["training"] for stage in training_history(str(training.work / TRAINED))]
+    if lengths := [stage["max_length"] for stage in stages if "max_length" in stage]:
+        given["max_length"] = min(lengths)  # shorter than asked for where there was no memory
     run_stages(training.preset, given, run)
 
 

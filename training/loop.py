@@ -46,11 +46,15 @@ logger = logging.getLogger(__name__)
 
 
 class OutOfMemoryError(TrainingError):
-    """There is no memory for the first step, by `cause`: for `rows` rows, which may have `shorter` tokens, or None."""
+    """`cause` says that there is no memory for the first step: for `rows` rows at once, of `length` tokens.
 
-    def __init__(self, cause: Exception, rows: int, shorter: int | None) -> None:
+    `length` is None if rows may not be shorter: they are no parts of a long text, or would be no longer than what stays
+    exact, so that nothing would be learnt of far keys.
+    """
+
+    def __init__(self, cause: Exception, rows: int, length: int | None) -> None:
         super().__init__(one_line(cause))
-        self.cause, self.rows, self.shorter = cause, rows, shorter
+        self.cause, self.rows, self.length = cause, rows, length
 
 
 Objectives = dict[str, tuple[float, Objective]]
@@ -71,7 +75,7 @@ class RunContext:
     metrics: MetricsFile
     recall: RecallProbe | None = None
     known: dict[str, float] = field(default_factory=dict)  # figures of the student before training, if already measured
-    eval_rows: int = field(init=False)
+    eval_rows: int = field(init=False)  # those of one forward pass; fewer than the recipe's where there is no memory
 
     def __post_init__(self) -> None:
         """Begin evaluations with as many rows as the recipe says."""
@@ -101,9 +105,9 @@ class RunContext:
                 if self.eval_rows == 1 or accelerator.num_processes > 1 or not is_out_of_memory(error):
                     raise
             self.student.train(mode)
-            text = "there is no memory to evaluate %d rows at once; now it is %d"
-            logger.warning(text, self.eval_rows, self.eval_rows // 2)
-            self.eval_rows //= 2
+            before, self.eval_rows = self.eval_rows, self.eval_rows // 2
+            text = "there is no memory to evaluate %d rows at once; evaluations take %d now, with the same result"
+            logger.warning(text, before, self.eval_rows)
 
     def _evaluator(self) -> Evaluator | EmbeddingEvaluator:
         recipe = self.recipe
@@ -205,11 +209,10 @@ class TrainingLoop:
             if not is_out_of_memory(error):
                 raise
             examples, plan = self.inputs.source.examples, self.inputs.recipe.optimization
-            shorter = examples.block_size // 2 if isinstance(examples, Blocks) else 0
-            # Below what stays exact nothing is learnt of far keys.
-            enough = shorter > mean_exact_tokens(self.context.student.config) and shorter >= SHORTEST_ROW
+            length = examples.block_size if isinstance(examples, Blocks) else 0
+            least = max(SHORTEST_ROW, 1 + mean_exact_tokens(self.context.student.config))
             rows = plan.per_device_train_batch_size
-            raise OutOfMemoryError(error, rows, shorter if enough else None) from error
+            raise OutOfMemoryError(error, rows, length if length // 2 >= least else None) from error
 
     def _windows(self) -> Iterator[list[Batch]]:
         """The batches of this process, in lists for one optimizer step each."""

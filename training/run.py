@@ -97,14 +97,14 @@ def _with_less_memory(recipe: Recipe, error: OutOfMemoryError, is_resumed: bool)
     rows, turns = error.rows, recipe.optimization.gradient_accumulation_steps
     if rows > 1:
         parts = next(number for number in range(2, rows + 1) if rows % number == 0)
-        text = "there is no memory for %d rows; now it is %d, and %d times as many turns"
-        logger.warning(text, rows, rows // parts, parts)
+        text = "there is no memory for %d rows at once; a step takes %d at a time now, with the same result"
+        logger.warning(text, rows, rows // parts)
         return recipe.changed(per_device_train_batch_size=rows // parts, gradient_accumulation_steps=turns * parts)
-    if error.shorter is None or is_resumed:
+    if error.length is None or is_resumed:
         raise error.cause from None
-    text = "there is no memory for a row; now it has %s tokens, and a step twice as many rows"
-    logger.warning(text, f"{error.shorter:,}")
-    return recipe.changed(max_length=error.shorter, gradient_accumulation_steps=2 * turns)
+    text = "there is no memory for a row of %s tokens; rows are half as long now, and a step has twice as many"
+    logger.warning(text, f"{error.length:,}")
+    return recipe.changed(max_length=error.length // 2, gradient_accumulation_steps=2 * turns)
 
 
 def _as_before(recipe: Recipe, checkpoint: Path | None) -> Recipe:

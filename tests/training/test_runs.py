@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shutil
+import types
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from transformers import (
 
 from hf_linear_attention import convert
 from hf_linear_attention._common.folders import write_checksums
+from hf_linear_attention.training import run as run_module
 from hf_linear_attention.training.evaluation.evaluator import Evaluator
+from hf_linear_attention.training.loop import OutOfMemoryError
 from hf_linear_attention.training.losses.objectives import StudentWithObjectives
 from hf_linear_attention.training.models import disable_dropout, parameter_groups
 
@@ -117,8 +120,8 @@ def test_where_there_is_no_memory_rows_take_turns_and_then_get_shorter(
     folders = [tmp_path / name for name in ("asked", "left", "resumed", "never", "later")]
     most = 16
     events = finetune(*causal, *steps, 4, output_dir=folders[0])
-    turns = "there is no memory for 4 rows; now it is 2, and 2 times as many turns"
-    shorter = "there is no memory for a row; now it has 16 tokens, and a step twice as many rows"
+    turns = "there is no memory for 4 rows at once; a step takes 2 at a time now"
+    shorter = "there is no memory for a row of 32 tokens; rows are half as long now"
     assert [turns in caplog.text, shorter in caplog.text] == [True, True]
     assert [event["step"] for event in events] == [0, 1, 2, 3, 4, 4]
     left = [*steps, 1, "--gradient_accumulation_steps", 8, "--max_length", 16]
@@ -138,10 +141,46 @@ def test_where_there_is_no_memory_rows_take_turns_and_then_get_shorter(
     caplog.clear()
     most = 32
     finetune(*causal, "--max_train_steps", 4, *resume, output_dir=folders[4])
-    assert "there is no memory for 8 rows" in caplog.text
+    assert "there is no memory for 8 rows at once" in caplog.text
     most = 16  # another length is another run
     finetune(*causal, "--max_train_steps", 6, *resume, output_dir=folders[4], expect=1)
     assert "not enough memory (CUDA out of memory" in capsys.readouterr().err
+
+
+def test_on_several_processes_a_lack_of_memory_is_an_error(tmp_path, monkeypatch):
+    """One that began again alone would wait for the others."""
+    cause = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    accelerator = types.SimpleNamespace(num_processes=2)
+
+    def without_memory(*_):
+        raise OutOfMemoryError(cause, rows=8, length=512)
+
+    monkeypatch.setattr(run_module, "start_processes", lambda recipe: accelerator)
+    monkeypatch.setattr(run_module, "_prepare_folder", lambda *_: None)
+    monkeypatch.setattr(run_module, "_run", without_memory)
+    with pytest.raises(torch.OutOfMemoryError) as found:
+        run_module.run(recipe_of("causal_lm", output_dir=str(tmp_path / "out")))
+    assert found.value is cause
+
+
+def test_rows_stay_longer_than_what_is_exact(finetune, converted, llama_teacher, files, monkeypatch, caplog, capsys):
+    """In shorter ones nothing would be learnt of far keys."""
+    monkeypatch.setattr("hf_linear_attention.training.loop.SHORTEST_ROW", 8)
+    monkeypatch.setattr(StudentWithObjectives, "forward", lambda *_: torch.empty(2**60))
+    student = converted(llama_teacher, mechanism="hybrid", window_size=20, num_sinks=0, num_exact_keys=0)
+    data = ["--train_file", f"{files}/train.jsonl", "--max_length", "96", "--per_device_train_batch_size", 1]
+    finetune("--model_name_or_path", student, "--task", "causal_lm", *data, "--max_train_steps", 1, expect=1)
+    assert "not enough memory" in capsys.readouterr().err
+    assert [f"row of {length} tokens" in caplog.text for length in (96, 48, 24)] == [True, True, False]
+
+
+def test_a_text_shorter_than_a_row_is_named(finetune, causal, tmp_path, caplog):
+    (tmp_path / "few.txt").write_text("few words", encoding="utf-8")
+    finetune(*causal, "--train_file", tmp_path / "few.txt", "--max_train_steps", 1)
+    assert "fewer than the 32 of a row, so nothing is learnt of longer inputs" in caplog.text
+    caplog.clear()
+    finetune(*causal, "--max_train_steps", 1, "--overwrite_output_dir")
+    assert "of a row" not in caplog.text
 
 
 def test_where_there_is_no_memory_fewer_rows_are_evaluated_at_once(finetune, causal, monkeypatch, caplog):
@@ -159,7 +198,7 @@ def test_where_there_is_no_memory_fewer_rows_are_evaluated_at_once(finetune, cau
     monkeypatch.setattr(Evaluator, "__call__", in_little)
     parted = finetune(*causal, "--max_train_steps", 2, "--overwrite_output_dir")
     assert sizes == [8, 4, 2, 2]
-    assert "there is no memory to evaluate 8 rows at once; now it is 4" in caplog.text
+    assert "there is no memory to evaluate 8 rows at once; evaluations take 4 now" in caplog.text
     for one, other in zip(whole, parted, strict=True):
         for name in one.keys() - {"tokens_per_second"}:
             assert other[name] == pytest.approx(one[name], rel=1e-5)  # float32 in batches of other sizes
